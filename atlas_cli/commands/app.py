@@ -1,0 +1,69 @@
+"""The list of commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from atlas_cli import __version__
+from atlas_cli.commands import output
+from atlas_cli.commands.draw import draw
+from atlas_cli.commands.eval import evaluate
+from atlas_cli.commands.options import VariadicCommand
+from atlas_cli.errors import AtlasError, nearest
+
+_EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
+
+app = typer.Typer(name="atlas", pretty_exceptions_enable=False, epilog=_EPILOG)
+app.command("eval", cls=VariadicCommand)(evaluate)
+app.command("draw", cls=VariadicCommand)(draw)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        output.emit(f"atlas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _atlas(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Learn, merge and evaluate task vectors of CLIP models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and give its exit code. A user's mistake is one line on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given or ["--help"], prog_name="atlas", standalone_mode=False)
+    except AtlasError as problem:
+        for line in str(problem).splitlines():
+            output.error(line)
+        return problem.exit_code
+    except typer.TyperException as problem:
+        output.error(_in_one_line(problem))
+        return problem.exit_code
+    except SystemExit:  # typer's answer to a reader that went away while help was printed
+        output.error(output.CLOSED)
+        return 1
+    if code == 130:
+        output.note("interrupted")
+    return code or 0
+
+
+def _in_one_line(problem: typer.TyperException) -> str:
+    """What typer says of a bad command line, with the nearest right word."""
+    option = getattr(problem, "option_name", None)
+    if option and hasattr(problem, "possibilities"):
+        command = getattr(problem, "cmd", None)
+        names = [name for param in getattr(command, "params", []) for name in param.opts]
+        close = nearest(option.strip("-"), [name.strip("-") for name in names])
+        return f"no such option: {option}" + close.replace(" '", " '--")
+    return " ".join(problem.format_message().split())

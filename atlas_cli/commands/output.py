@@ -1,0 +1,132 @@
+"""The only module that prints: data on stdout, talk on stderr."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from atlas_cli.errors import AtlasError
+
+CLOSED = "stdout was closed before everything was written"
+
+
+def emit(result: object, *, as_json: bool = False) -> None:
+    """Write a result to stdout: as JSON, or as its own text."""
+    if as_json:
+        value = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result  # type: ignore[arg-type]
+        write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    else:
+        write(f"{result}\n")
+
+
+def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write rows to stdout as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write(text.getvalue())
+
+
+def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
+    """Draw rows on the terminal behind stdout. A column with nothing in it is left out."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE_HEAD
+    table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in columns:
+        is_number = all(row[name][:1] in "+-0123456789" for row in rows)
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in columns))
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    console.print(table)
+    write(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def write(text: str) -> None:
+    """Write text to stdout, all of it or an error."""
+    if sys.stdout is None:
+        raise AtlasError(CLOSED)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as problem:
+        _drop_stdout()
+        raise AtlasError(CLOSED) from problem
+    except OSError as problem:
+        _drop_stdout()
+        raise AtlasError(f"stdout: cannot be written: {problem.strerror}") from problem
+
+
+def _drop_stdout() -> None:
+    """Point stdout at nothing, so that closing it at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal() -> bool:
+    """Whether a person is looking at stdout."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+# Talk -----------------------------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    """Say something on stderr."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"atlas: {text}\n")
+        sys.stderr.flush()
+
+
+def error(text: str) -> None:
+    """Say on stderr what went wrong."""
+    note(f"error: {text}")
+
+
+def warn(text: str) -> None:
+    """Say on stderr what may surprise."""
+    note(f"warning: {text}")
+
+
+@contextmanager
+def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that the given function moves; none without a terminal or when quiet."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True, no_color=_no_color()), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _no_color() -> bool | None:
+    return bool(os.environ.get("NO_COLOR")) or None
+
+
+def _width() -> int | None:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def percent(value: Any, *, sign: bool = False) -> str:
+    """A fraction as percent with two decimals; nothing for None."""
+    return "" if value is None else f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"

@@ -1,0 +1,199 @@
+"""How transformers names the parts of a CLIP model, told in open_clip's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from atlas_cli.errors import CheckpointError, MismatchError
+from atlas_cli.tensors import LazyTensor, LazyTensors
+
+# What transformers leaves out of config.json because it is the default.
+_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "projection_dim": 512,
+}
+_TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+_RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+_ACTIVATIONS = {"gelu": False, "quick_gelu": True}
+
+_LAYER = (
+    (r"encoder\.layers\.(\d+)\.layer_norm([12])\.", r"transformer.resblocks.\1.ln_\2."),
+    (r"encoder\.layers\.(\d+)\.self_attn\.out_proj\.", r"transformer.resblocks.\1.attn.out_proj."),
+    (r"encoder\.layers\.(\d+)\.mlp\.fc1\.", r"transformer.resblocks.\1.mlp.c_fc."),
+    (r"encoder\.layers\.(\d+)\.mlp\.fc2\.", r"transformer.resblocks.\1.mlp.c_proj."),
+)
+_VISION_NAMES = (
+    (r"embeddings\.class_embedding$", "class_embedding"),
+    (r"embeddings\.patch_embedding\.weight$", "conv1.weight"),
+    (r"embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"pre_layrnorm\.", "ln_pre."),
+    (r"post_layernorm\.", "ln_post."),
+    *_LAYER,
+)
+_TEXT_NAMES = (
+    (r"embeddings\.token_embedding\.weight$", "token_embedding.weight"),
+    (r"embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"final_layer_norm\.", "ln_final."),
+    *_LAYER,
+)
+_PROJECTIONS = {
+    "visual_projection.weight": "visual.proj",
+    "text_projection.weight": "text_projection",
+}
+_QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
+
+
+# Configuration --------------------------------------------------------------------------------
+
+
+def is_vision_only(config: Mapping[str, Any]) -> bool:
+    """Whether a transformers configuration describes an image tower alone."""
+    return config.get("model_type") == "clip_vision_model"
+
+
+def model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `model_cfg` for a transformers CLIP configuration."""
+    if config.get("model_type") not in {"clip", "clip_vision_model"}:
+        found = config.get("model_type", "no model_type")
+        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model")
+    vision_part = config if is_vision_only(config) else config.get("vision_config") or {}
+    vision = _VISION_DEFAULTS | dict(vision_part)
+    text = _TEXT_DEFAULTS | dict(config.get("text_config") or {})
+    width = config.get("projection_dim", 512)
+    return {
+        "embed_dim": width,
+        "quick_gelu": _quick_gelu([vision] if is_vision_only(config) else [vision, text], where),
+        "vision_cfg": {
+            "image_size": vision["image_size"],
+            "patch_size": vision["patch_size"],
+            **_tower(vision, where),
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+        },
+        "text_cfg": {
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": text["vocab_size"],
+            **_tower(text, where),
+            "heads": text["num_attention_heads"],
+        },
+    }
+
+
+def _tower(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if part["layer_norm_eps"] != 1e-5:
+        found = part["layer_norm_eps"]
+        raise CheckpointError(f"{where}: layer_norm_eps is {found}; open_clip computes with 1e-05")
+    return {
+        "width": part["hidden_size"],
+        "layers": part["num_hidden_layers"],
+        "mlp_ratio": part["intermediate_size"] / part["hidden_size"],
+    }
+
+
+def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
+    found = {str(part["hidden_act"]) for part in parts}
+    if len(found) != 1 or not found <= _ACTIVATIONS.keys():
+        listed = " and ".join(sorted(found))
+        raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
+    return _ACTIVATIONS[found.pop()]
+
+
+def preprocess_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `preprocess_cfg` for a transformers preprocessor_config.json."""
+    for key in ("do_resize", "do_center_crop", "do_normalize"):
+        if config.get(key) is False:
+            raise CheckpointError(f"{where}: {key} is false, which atlas does not follow")
+    size, crop = _edge(config.get("size", 224)), _edge(config.get("crop_size", 224))
+    resample = config.get("resample", 3)
+    if size != crop or resample not in _RESAMPLING:
+        raise CheckpointError(
+            f"{where}: size {size}, crop {crop}, resample {resample}: atlas resizes and crops to "
+            "one size by nearest, bilinear or bicubic interpolation"
+        )
+    return {
+        "size": size,
+        "mean": list(config["image_mean"]),
+        "std": list(config["image_std"]),
+        "interpolation": _RESAMPLING[resample],
+        "resize_mode": "shortest",
+    }
+
+
+def _edge(size: Any) -> Any:
+    """The edge of a square given as a number or as one of transformers' dictionaries."""
+    if isinstance(size, dict):
+        values = set(size.values())
+        return values.pop() if len(values) == 1 else tuple(size.values())
+    return size
+
+
+# Tensors --------------------------------------------------------------------------------------
+
+
+def is_transformers(tensors: LazyTensors) -> bool:
+    """Whether names are those that transformers gives to CLIP."""
+    return any("encoder.layers." in name for name in tensors)
+
+
+def to_open_clip(tensors: LazyTensors) -> dict[str, LazyTensor]:
+    """The same tensors under open_clip's names: q, k, v stacked, projections transposed."""
+    renamed: dict[str, LazyTensor] = {}
+    stacks: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("position_ids"):
+            continue
+        if part := _QKV.match(name):
+            tower = "visual." if not part[1].startswith("text_model.") else ""
+            target = f"{tower}transformer.resblocks.{part[2]}.attn.in_proj_{part[4]}"
+            stacks.setdefault(target, {})[part[3]] = tensor
+        elif name in _PROJECTIONS:
+            renamed[_PROJECTIONS[name]] = _transposed(tensor)
+        else:
+            renamed[_rename(name)] = tensor
+    return renamed | {name: _stacked(name, parts) for name, parts in stacks.items()}
+
+
+def _rename(name: str) -> str:
+    if name == "logit_scale":
+        return name
+    is_text = name.startswith("text_model.")
+    inner = name.removeprefix("text_model.").removeprefix("vision_model.")
+    for pattern, replacement in _TEXT_NAMES if is_text else _VISION_NAMES:
+        found, count = re.subn(f"^{pattern}", replacement, inner)
+        if count:
+            return found if is_text else f"visual.{found}"
+    raise MismatchError(f"{name}: not a tensor of a transformers CLIP model")
+
+
+def _transposed(tensor: LazyTensor) -> LazyTensor:
+    shape = (tensor.shape[1], tensor.shape[0])
+    return LazyTensor(shape, tensor.dtype, lambda: tensor.read().T.contiguous())
+
+
+def _stacked(name: str, parts: Mapping[str, LazyTensor]) -> LazyTensor:
+    if missing := [letter for letter in "qkv" if letter not in parts]:
+        raise MismatchError(f"{name}: the {missing[0]} projection is missing")
+    ordered = [parts[letter] for letter in "qkv"]
+    if len({(part.shape, part.dtype) for part in ordered}) != 1:
+        raise MismatchError(f"{name}: the q, k and v projections differ in shape or dtype")
+    shape = (3 * ordered[0].shape[0], *ordered[0].shape[1:])
+    return LazyTensor(shape, ordered[0].dtype, lambda: torch.cat([part.read() for part in ordered]))

@@ -1,0 +1,350 @@
+"""Rebuild the built-in model `tiny` from a seed, and show what it can do.
+
+python benchmarks/build_tiny.py build            about ten minutes on two cores
+python benchmarks/build_tiny.py table            a quarter of an hour: fine-tunes on every task
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from atlas_cli.builtin import TASKS, draw, label_of, model_folder
+from atlas_cli.builtin.concepts import (
+    COLOURS,
+    COUNTS,
+    DIGITS,
+    LETTERS,
+    PLATES,
+    SHAPES,
+    SYMBOLS,
+    TERRAINS,
+    TEXTURES,
+    THINGS,
+    Concept,
+)
+from atlas_cli.builtin.scenes import CLEAN, picture
+from atlas_cli.vision import import_open_clip
+
+SEED, THREADS = 0, 2
+POOL, BATCH, STEPS, RATE = 60_000, 256, 2000, 2e-3
+CONFIG: dict[str, Any] = {
+    "model_cfg": {
+        "embed_dim": 64,
+        "quick_gelu": False,
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 5,
+            "width": 96,
+            "head_width": 32,
+            "patch_size": 8,
+        },
+        "text_cfg": {
+            "context_length": 32,
+            "vocab_size": 49408,
+            "width": 48,
+            "heads": 3,
+            "layers": 2,
+        },
+    },
+    "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": 32},
+}
+KINDS = ("digit", "letter", "letter", "shape", "sign", "count", "texture", "terrain", "thing")
+
+
+# --- what pre-training shows, and what it says about it ---------------------------------------
+
+
+def some_concept(rng: np.random.Generator) -> Concept:
+    """Anything the world can draw, in any colour."""
+    kind = _one_of(KINDS, rng)
+    colour = _one_of(COLOURS, rng)
+    if kind == "sign":
+        return Concept("sign", _one_of(PLATES, rng), colour, _one_of(SYMBOLS, rng))
+    if kind == "terrain":
+        return Concept("terrain", _one_of(TERRAINS, rng))
+    names = {"digit": DIGITS, "letter": LETTERS, "shape": SHAPES, "count": COUNTS}
+    name = _one_of({**names, "texture": TEXTURES, "thing": THINGS}[kind], rng)
+    return Concept("glyph" if kind in ("digit", "letter") else kind, name, colour)
+
+
+def _one_of(choices: Any, rng: np.random.Generator) -> str:
+    return str(choices[int(rng.random() * len(choices))])
+
+
+def say(concept: Concept, rng: np.random.Generator) -> tuple[str, Concept]:
+    """A caption, and the concept as far as the caption tells it."""
+    coloured = concept.kind == "sign" or (concept.colour != "" and rng.random() < 0.4)
+    told = concept if coloured else replace(concept, colour="")
+    phrase = _phrase(told, rng)
+    if concept.kind == "terrain" and rng.random() < 0.6:
+        frames = ["an aerial photo of {}.", "a satellite image of {}.", "{} from above."]
+    else:
+        frames = ["a photo of {}.", "a picture of {}.", "a drawing of {}.", "{}.", "{}"]
+    return _one_of(frames, rng).format(phrase), told
+
+
+def _phrase(told: Concept, rng: np.random.Generator) -> str:
+    shade = f"{told.colour} " if told.colour else ""
+    if told.kind == "glyph" and told.name in DIGITS:
+        how = _one_of(["", "", "handwritten ", "printed "], rng)
+        where = _one_of(["", "", "", " on a house", " on a wall"], rng)
+        return f"the {shade}{how}{_one_of(['number', 'digit'], rng)} {told.name}{where}"
+    if told.kind == "glyph":
+        return f"the {shade}{_one_of(['', '', 'handwritten ', 'printed '], rng)}letter {told.name}"
+    if told.kind == "sign":
+        article = "an" if told.symbol[0] in "ae" else "a"
+        lead = _one_of(["a ", "a ", "a road sign, a "], rng)
+        return f"{lead}{told.colour} {told.name} with {article} {told.symbol}"
+    if told.kind == "count":
+        return f"{told.name} {shade}dot{'' if told.name == 'one' and rng.random() < 0.5 else 's'}"
+    if told.kind == "texture":
+        return f"a {shade}{told.name} {_one_of(['texture', 'pattern'], rng)}"
+    return told.name if told.kind == "terrain" else _with_article(shade + told.name, rng)
+
+
+def _with_article(words: str, rng: np.random.Generator) -> str:
+    return ("an " if words[0] in "aou" and rng.random() < 0.5 else "a ") + words
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pictures for pre-training (N, 3, 32, 32) and what they show."""
+
+    images: torch.Tensor
+    concepts: list[Concept]
+
+
+def _draw_some(start: int, stop: int) -> tuple[np.ndarray, list[Concept]]:
+    images, concepts = [], []
+    for index in range(start, stop):
+        rng = np.random.default_rng(np.random.SeedSequence((SEED, index)))
+        concepts.append(some_concept(rng))
+        images.append(picture(concepts[-1], CLEAN, rng))
+    return np.stack(images), concepts
+
+
+def draw_pool(count: int) -> Pool:
+    """The pictures of pre-training, drawn by two processes."""
+    bounds = range(0, count, 1000)
+    with ProcessPoolExecutor(THREADS) as workers:
+        parts = list(workers.map(_draw_some, bounds, [min(b + 1000, count) for b in bounds]))
+    images = torch.from_numpy(np.concatenate([part[0] for part in parts]))
+    return Pool(images.permute(0, 3, 1, 2), [c for part in parts for c in part[1]])
+
+
+def to_input(images: torch.Tensor) -> torch.Tensor:
+    """Bytes as the model wants them, in [-1, 1]."""
+    return images.float() / 127.5 - 1.0
+
+
+# --- pre-training ------------------------------------------------------------------------------
+
+
+def agreement(shown: list[Concept], told: list[Concept]) -> torch.Tensor:
+    """Rows of equal weight on every caption that is true of the picture (pictures, captions)."""
+
+    def column(values: list[str]) -> np.ndarray:
+        return np.array(values)
+
+    truth = column([c.kind + c.name for c in shown])[:, None] == column(
+        [c.kind + c.name for c in told]
+    )
+    for field in ("colour", "symbol"):
+        said = column([getattr(c, field) for c in told])
+        truth &= (column([getattr(c, field) for c in shown])[:, None] == said) | (said == "")
+    return torch.from_numpy(truth).float()
+
+
+def contrast(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The CLIP loss, with all true pairs of the batch as targets."""
+    rows = truth / truth.sum(1, keepdim=True)
+    columns = (truth / truth.sum(0, keepdim=True)).T
+    return 0.5 * (F.cross_entropy(logits, rows) + F.cross_entropy(logits.T, columns))
+
+
+def cosine(step: int, steps: int, warmup: int) -> float:
+    """The share of the learning rate at a step: a short rise, then a cosine to zero."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def optimizer_of(model: torch.nn.Module, rate: float, decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices only, and not the embedding of words."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for n, p in named if p.ndim >= 2 and "embedding" not in n]
+    others = [p for n, p in named if p.ndim < 2 or "embedding" in n]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
+
+
+def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Positions in shuffled passes over `count` items, for ever."""
+    while True:
+        order = rng.permutation(count)
+        for start in range(0, count - size + 1, size):
+            yield order[start : start + size]
+
+
+def pretrain(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], pool: Pool) -> None:
+    """Train both towers on the pool, in place."""
+    rng = np.random.default_rng(SEED)
+    optimizer = optimizer_of(model, RATE, 0.1)
+    stream = batches(len(pool.concepts), BATCH, rng)
+    started = time.time()
+    for step in range(STEPS):
+        rows = next(stream)
+        shown = [pool.concepts[row] for row in rows]
+        captions, told = zip(*(say(concept, rng) for concept in shown), strict=True)
+        loss = _loss(
+            model, pool.images[rows], tokenizer(list(captions)), agreement(shown, list(told))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * cosine(step, STEPS, 100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0.0, math.log(100.0))
+        if step % 100 == 99:
+            print(
+                f"step {step + 1}  loss {loss.item():.3f}  {time.time() - started:.0f} s",
+                file=sys.stderr,
+            )
+
+
+def _loss(
+    model: Any, images: torch.Tensor, tokens: torch.Tensor, truth: torch.Tensor
+) -> torch.Tensor:
+    left = F.normalize(model.encode_image(to_input(images)), dim=-1)
+    right = F.normalize(model.encode_text(tokens), dim=-1)
+    return contrast(model.logit_scale.exp() * left @ right.T, truth)
+
+
+def build(folder: Path) -> None:
+    """Draw, train and write the model."""
+    open_clip = import_open_clip()
+    torch.manual_seed(SEED)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = open_clip.CLIP(**CONFIG["model_cfg"])
+    tokenizer = open_clip.SimpleTokenizer(context_length=32)
+    started = time.time()
+    pool = draw_pool(POOL)
+    print(f"{POOL} pictures in {time.time() - started:.0f} s", file=sys.stderr)
+    pretrain(model, tokenizer, pool)
+    tensors = {name: t.detach().half().contiguous() for name, t in model.state_dict().items()}
+    save_file(
+        tensors, folder / "open_clip_model.safetensors", {"format": "pt", "activation": "gelu"}
+    )
+    (folder / "open_clip_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    print(f"{folder} in {time.time() - started:.0f} s", file=sys.stderr)
+
+
+# --- what it can do ----------------------------------------------------------------------------
+
+
+def open_model(folder: Path) -> tuple[Any, Callable[[list[str]], torch.Tensor]]:
+    """The model and its tokenizer, by open_clip's own door."""
+    open_clip = import_open_clip()
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder.resolve()}")
+    return model, open_clip.get_tokenizer(f"local-dir:{folder.resolve()}")
+
+
+def head_of(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], task: str) -> torch.Tensor:
+    """The zero-shot head (classes, width), scaled."""
+    rows = []
+    with torch.no_grad():
+        for name in TASKS[task].classes:
+            prompts = [template.format(name) for template in TASKS[task].templates]
+            mean = F.normalize(model.encode_text(tokenizer(prompts)), dim=-1).mean(0)
+            rows.append(F.normalize(mean, dim=-1))
+        return model.logit_scale.exp() * torch.stack(rows)
+
+
+def split_of(task: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """All images of a split and their labels."""
+    count = TASKS[task].sizes[split]
+    images = np.stack([draw(task, split, index) for index in range(count)])
+    labels = torch.tensor([label_of(task, split, index) for index in range(count)])
+    return torch.from_numpy(images).permute(0, 3, 1, 2), labels
+
+
+def logits_of(model: Any, head: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """Scores (images, classes)."""
+    return F.normalize(model.encode_image(to_input(images)), dim=-1) @ head.T
+
+
+@torch.no_grad()
+def accuracy(model: Any, head: torch.Tensor, data: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Percent of images whose best score is their label."""
+    return 100.0 * float((logits_of(model, head, data[0]).argmax(1) == data[1]).float().mean())
+
+
+def finetune(
+    model: Any, head: torch.Tensor, data: tuple[torch.Tensor, torch.Tensor], steps: int, rate: float
+) -> None:
+    """Train the image tower with the head frozen, in place; the last step is the result."""
+    optimizer = optimizer_of(model.visual, rate, 0.1)
+    stream = batches(len(data[1]), 128, np.random.default_rng(SEED))
+    for step in range(steps):
+        rows = next(stream)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * cosine(step, steps, steps // 10)
+        loss = F.cross_entropy(logits_of(model, head, data[0][rows]), data[1][rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.visual.parameters(), 1.0)
+        optimizer.step()
+
+
+def table(folder: Path, steps: int, rate: float) -> None:
+    """Print a markdown table: every task before and after fine-tuning."""
+    print("| task | classes | chance | zero-shot | fine-tuned | seconds |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for task in TASKS:
+        torch.manual_seed(SEED)
+        model, tokenizer = open_model(folder)
+        head, test = head_of(model, tokenizer, task), split_of(task, "test")
+        before, started = accuracy(model, head, test), time.time()
+        if steps:
+            finetune(model, head, split_of(task, "train"), steps, rate)
+        after, classes = accuracy(model, head, test), len(TASKS[task].classes)
+        spent = time.time() - started
+        print(
+            f"| {task} | {classes} | {100 / classes:.1f} | {before:.1f} | {after:.1f} | {spent:.0f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=["build", "table"])
+    parser.add_argument("-o", "--output", type=Path, default=model_folder("tiny"))
+    parser.add_argument("--steps", type=int, default=400, help="fine-tuning steps; 0 for none")
+    parser.add_argument("--rate", type=float, default=1e-3, help="fine-tuning rate")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    if options.verb == "build":
+        build(options.output)
+    else:
+        table(options.output, options.steps, options.rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Fixtures: a cache of its own for every test, tiny models, and two ways to run atlas."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+TINY_CONFIG = {
+    "embed_dim": 32,
+    "quick_gelu": False,
+    "vision_cfg": {
+        "image_size": 32,
+        "patch_size": 16,
+        "width": 64,
+        "layers": 2,
+        "head_width": 32,
+    },
+    "text_cfg": {
+        "context_length": 16,
+        "vocab_size": 49408,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+    },
+}
+HALF = {"size": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """No test sees the user's caches or the network."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("ATLAS_CACHE", str(home / "atlas"))
+    monkeypatch.setenv("HF_HOME", str(home / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """Run atlas as a process of its own."""
+
+    def run_atlas(
+        *arguments: str | Path,
+        stdin: str = "",
+        before: Callable[[], None] | None = None,
+        **environment: str,
+    ) -> Result:
+        done = subprocess.run(
+            [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+            timeout=300,
+            preexec_fn=before,
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    return run_atlas
+
+
+@pytest.fixture
+def run_python() -> Callable[..., str]:
+    """Run a piece of Python in a process of its own and give what it prints."""
+
+    def run_code(code: str, *arguments: str, **environment: str) -> str:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_code
+
+
+@pytest.fixture
+def as_ordinary_user(run: Callable[..., Result]) -> Callable[..., Result]:
+    """Run atlas where file permissions hold: root loses the right to ignore them."""
+
+    def run_restricted(*arguments: str | Path, **environment: str) -> Result:
+        return run(*arguments, before=_respect_permissions, **environment)
+
+    return run_restricted
+
+
+def _respect_permissions() -> None:
+    """Drop CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH from what a program run by root gets."""
+    if os.geteuid() == 0:
+        for capability in (1, 2):
+            assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run atlas within the test's own process: quicker, and the same code."""
+    from atlas_cli.commands.app import main
+
+    def call_main(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call_main
+
+
+def write_open_clip(
+    folder: Path, config: dict = TINY_CONFIG, preprocess: dict = HALF, *, seed: int = 0
+) -> Path:
+    """A folder as open_clip writes it, with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from atlas_cli.models import Blueprint, build
+
+    torch.manual_seed(seed)
+    module, _ = build(Blueprint(config, preprocess))
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"model_cfg": config, "preprocess_cfg": preprocess})
+    (folder / "open_clip_config.json").write_text(text)
+    weights = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file(weights, folder / "open_clip_model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def open_clip_folder(tmp_path: Path) -> Path:
+    return write_open_clip(tmp_path / "model")
+
+
+def write_images(
+    folder: Path, classes: Sequence[str] = ("cat", "dog"), count: int = 3, seed: int = 0
+) -> Path:
+    """A folder with a sub-folder per class, of noise that differs by class."""
+    random = np.random.default_rng(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = random.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "photos")

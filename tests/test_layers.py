@@ -1,0 +1,92 @@
+"""Imports point to the left: this table says what each part of the package may import."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "atlas_cli"
+STANDARD = set(sys.stdlib_module_names)
+WORLD = {"io", "os", "pathlib", "random", "shutil", "subprocess", "sys", "tempfile", "time"}
+
+# module or folder -> (modules of atlas it may import, libraries it may import)
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "errors": (set(), set()),
+    "files": ({"errors"}, set()),
+    "builtin": ({"builtin", "errors"}, {"numpy"}),
+    "recipe": ({"errors"}, {"yaml"}),
+    "core": ({"core", "errors"}, {"torch"}),
+    "tensors": (set(), {"torch"}),
+    "vision": (set(), {"torch"}),
+    "hub": ({"errors"}, {"huggingface_hub"}),
+    "sources": ({"builtin", "errors", "hub", "vision"}, set()),
+    "pickles": ({"pickles", "errors", "tensors"}, {"torch", "numpy"}),
+    "checkpoint": ({"errors", "files", "pickles", "tensors"}, {"torch", "safetensors"}),
+    "layouts": ({"errors", "tensors"}, {"torch"}),
+    "data": ({"builtin", "errors"}, set()),
+    "images": ({"builtin", "data", "errors"}, {"PIL"}),
+    "batches": ({"data", "errors", "images"}, {"torch", "PIL"}),
+    "models": (
+        {"batches", "checkpoint", "errors", "layouts", "sources", "tensors", "vision"},
+        {"torch"},
+    ),
+    "heads": ({"checkpoint", "errors", "models"}, {"torch"}),
+    "evaluate": (
+        {"batches", "core", "data", "errors", "heads", "models", "sources"},
+        {"torch"},
+    ),
+    "export": ({"data", "errors", "images"}, set()),
+    "__main__": ({"commands"}, set()),
+    "commands": (
+        {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
+        | {"recipe", "sources"},
+        {"typer", "rich"},
+    ),
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names a file imports, also inside functions; not those for the type checker."""
+    names: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_layer_may(path: Path):
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    inside, libraries = ALLOWED[layer]
+    standard = STANDARD - WORLD if layer == "core" else STANDARD
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "atlas_cli":
+            assert parts[1] in inside | {"__version__"}, f"{layer} imports {name}"
+        else:
+            assert parts[0] in libraries | standard, f"{layer} imports {name}"
+
+
+def test_every_row_of_the_table_is_a_module():
+    found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+    assert set(ALLOWED) == found
+
+
+def test_only_one_module_prints():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                raise AssertionError(f"{path} prints")

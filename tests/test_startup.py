@@ -1,0 +1,76 @@
+"""Nothing heavy is imported before the command line has been checked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors")
+
+
+def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
+    """The exit code and the top-level modules imported by one run of atlas."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "atlas_cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    names = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "typer" in names  # the measurement itself works
+    return done.returncode, names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["eval", "--help"], 0),
+        (["draw", "--help"], 0),
+        (["evla"], 2),
+        (["eval", "builtin:tiny", "--dtaa", "x"], 2),
+        (["eval", "builtin:tiny"], 2),
+        (["eval", "builtin:tiny", "--data", "builtin:digit"], 2),
+        (["eval", "builtin:tny", "--data", "builtin:digits"], 2),
+        (["eval", "ViT-B-32/openia", "--data", "builtin:digits"], 2),
+        (["eval", "x.safetensors", "--data", "builtin:digits"], 2),
+        (["eval", "builtin:tiny", "--data", "builtin:digits", "--arch", "ViT-B-31"], 2),
+        (["eval", "builtin:tiny", "--data", "builtin:digits", "--device", "gpu"], 2),
+        (["eval", "builtin:tiny", "--data", "nowhere/"], 2),
+        (["eval", "missing.yaml"], 2),
+        (["eval", "builtin:tiny", "--data", "builtin:digits", "--template", "no place"], 2),
+    ],
+)
+def test_help_and_mistakes_cost_no_heavy_import(arguments: list[str], code: int):
+    found, names = imported(arguments)
+    assert found == code
+    assert not names & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "modles: [a]\n",
+        "models: builtin:tiny\ndata: [builtin:digits]\n",
+        "models: [",
+        "[]",
+        "a: 1\na: 2",
+    ],
+)
+def test_a_recipe_with_an_error_costs_no_heavy_import(recipe: str):
+    code, names = imported(["eval", "-"], stdin=recipe)
+    assert code == 2
+    assert not names & set(HEAVY)
+
+
+def test_a_folder_without_images_costs_no_heavy_import(tmp_path: Path):
+    code, names = imported(["eval", "builtin:tiny", "--data", str(tmp_path)])
+    assert code == 1
+    assert not names & set(HEAVY)
