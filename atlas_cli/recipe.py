@@ -73,13 +73,13 @@ class _Strict(yaml.SafeLoader):
     nodes = 0
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+        seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if isinstance(key.value, str) and key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark
                 )
-            seen.add(key.value if isinstance(key.value, str) else id(key))
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:

@@ -17,7 +17,10 @@ from atlas_cli.errors import AtlasError, nearest
 
 _EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
 
-app = typer.Typer(name="atlas", pretty_exceptions_enable=False, epilog=_EPILOG)
+# Plain help: drawing it with rich would take longer than all the rest of the start.
+app = typer.Typer(
+    name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
+)
 app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
 

@@ -6,11 +6,8 @@ from typing import Annotated
 
 import typer
 
-from atlas_cli import builtin
 from atlas_cli.commands import output
 from atlas_cli.commands.options import AsJson, OutputFolder, Quiet, Seed, Shots
-from atlas_cli.data import SPLITS, few_shot, open_dataset
-from atlas_cli.errors import UsageError
 
 Task = Annotated[str, typer.Argument(metavar="builtin:NAME", help="A built-in task.")]
 
@@ -27,6 +24,10 @@ def draw(
 
     Example: atlas draw builtin:digits -o digits --shots 4
     """
+    from atlas_cli import builtin
+    from atlas_cli.data import SPLITS, few_shot, open_dataset
+    from atlas_cli.errors import UsageError
+
     if not task.startswith("builtin:") or task == "builtin:all":
         known = ", ".join(f"builtin:{name}" for name in builtin.TASKS)
         raise UsageError(f"'{task}' is no built-in task ({known})")

@@ -10,9 +10,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from atlas_cli.data import SPLITS, check_templates
-from atlas_cli.errors import UsageError, nearest
-
 
 class VariadicCommand(TyperCommand):
     """A command whose repeatable options take any number of values: `--data A B C`."""
@@ -38,6 +35,8 @@ def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
 
 
 def _check_device(device: str) -> str:
+    from atlas_cli.errors import UsageError, nearest
+
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         hint = nearest(device, ["auto", "cpu", "cuda", "mps"])
         raise UsageError(f"--device {device}: expected auto, cpu, cuda, cuda:N or mps{hint}")
@@ -45,12 +44,17 @@ def _check_device(device: str) -> str:
 
 
 def _check_split(split: str | None) -> str | None:
+    from atlas_cli.data import SPLITS
+    from atlas_cli.errors import UsageError, nearest
+
     if split is not None and split not in SPLITS:
         raise UsageError(f"--split {split}: expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
     return split
 
 
 def _check_templates(templates: list[str] | None) -> list[str]:
+    from atlas_cli.data import check_templates
+
     return list(check_templates(templates or [], "--template"))
 
 

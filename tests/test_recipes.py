@@ -1,0 +1,64 @@
+"""Every recipe we ship is valid, says what runs it, and every key is explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from atlas_cli.errors import UsageError
+from atlas_cli.recipe import EvalRecipe, read_recipe
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_valid_and_names_the_command_that_runs_it(path: Path):
+    text = path.read_text("utf-8")
+    read_recipe(text, path.name)
+    assert re.search(rf"^#     atlas \w+ recipes/{path.name}", text, re.MULTILINE)
+
+
+def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    result = call("eval", "recipes/eval.yaml", "--shots", "1")
+    assert result.code == 0
+    assert len(result.out.splitlines()) == 10
+
+
+def test_every_key_is_explained():
+    explained = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE
+    )
+    assert explained == [field.name for field in dataclasses.fields(EvalRecipe)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected keys and values, found NoneType"),
+        ("- a", "expected keys and values, found list"),
+        ("models: [a\n", "not valid YAML on line 2"),
+        ("models: [a]\nmodels: [b]\ndata: [c]", "line 2: key 'models' is given twice"),
+        ("models: [a]\ndata: [c]\nspilt: test", "unknown key 'spilt'; did you mean 'split'?"),
+        ("models: [1]\ndata: [c]", r"recipe.models[0]: expected str, found int"),
+        ("models: [a]\ndata: [c]\nseed: 1.5", "recipe.seed: expected int, found float"),
+        ("models: [a]", "key 'data' is missing"),
+        ("models: !!python/object:os.system [a]", "not valid YAML on line 1"),
+        ("? [a]\n: b", "not valid YAML on line 1"),
+        ("models: \x00", "not valid YAML"),
+    ],
+)
+def test_a_broken_recipe_says_what_is_wrong(text: str, message: str):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_recipe(text)
+
+
+def test_an_alias_bomb_does_not_go_off():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(UsageError):
+        read_recipe("\n".join(lines))
