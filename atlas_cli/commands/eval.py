@@ -25,7 +25,7 @@ from atlas_cli.commands.options import (
 
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL...", help="Models, or one recipe (a .yaml file, - for stdin)."),
+    typer.Argument(metavar="MODEL", help="Models, or one recipe (a .yaml file, - for stdin)."),
 ]
 Data = Annotated[
     list[str] | None, typer.Option("--data", metavar="DATA...", help="Folders, tables, tasks.")
