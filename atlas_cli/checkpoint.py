@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,46 +34,113 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 16 * 2**20  # bytes; a large model has one of a few hundred thousand
 
 
-def open_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
-    """The named tensors of one checkpoint, kept in one file or in several shards."""
+def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str, LazyTensor]:
+    """The named tensors of one checkpoint, kept in one file or in several shards.
+
+    `allow` lists further globals that a pickle may mention; they are never called.
+    """
     tensors: dict[str, LazyTensor] = {}
     for path in files:
-        found = open_safetensors(path) if path.suffix == ".safetensors" else open_pickle(path)
+        safe = path.suffix == ".safetensors"
+        found = open_safetensors(path) if safe else open_pickle(path, allow=allow)
         if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{path}: {twice[0]} is also in another shard")
         tensors |= found
     return tensors
 
 
+# Reading safetensors --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a file keeps the bytes of a tensor. `stamp` tells whether it is still that file."""
+
+    path: Path
+    stamp: tuple[int, ...]
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped from the file; the map lives as long as the tensor."""
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        page = self.start - self.start % mmap.ALLOCATIONGRANULARITY
+        length = self.start - page + count * self.dtype.itemsize
+        with _explained(self.path), self.path.open("rb") as file:
+            if _stamp(file) != self.stamp:
+                raise CheckpointError(f"{self.path}: changed while it was being read")
+            mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+        offset = self.start - page
+        if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
+            mapped, offset = bytearray(mapped[offset:]), 0
+        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=offset)
+        return flat.reshape(self.shape)
+
+
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file, memory-mapped: each is read when it is asked for."""
-    with _explained(path):
-        file = safe_open(path, framework="pt")
-        return {name: _lazy(path, file, name) for name in file.keys()}  # noqa: SIM118
+    """The tensors of a safetensors file, each mapped into memory when it is asked for."""
+    with _explained(path), path.open("rb") as file:
+        header, start = _read_header(path, file)
+        stamp = _stamp(file)
+        with safe_open(path, framework="np") as checked:  # sizes, gaps, overlaps
+            names = list(checked.keys())
+    tensors = {}
+    for name in sorted(names, key=lambda name: header[name]["data_offsets"]):
+        entry = header[name]
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
+            raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
+        shape = tuple(entry["shape"])
+        place = _Place(path, stamp, start + entry["data_offsets"][0], shape, dtype)
+        tensors[name] = LazyTensor(shape, dtype, place.read)
+    return tensors
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file and where its data starts."""
+    head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if length > _LARGEST_HEADER:
+        raise CheckpointError(
+            f"{path}: is not a valid safetensors file: its header would have {length} bytes"
+        )
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as problem:
+        reason = f"its header cannot be read: {problem}"
+        raise CheckpointError(f"{path}: is not a valid safetensors file: {reason}") from problem
+    return header, 8 + length
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has {key!r} twice")
+        found[key] = value
+    return found
+
+
+def _stamp(file: BinaryIO) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The string metadata of a safetensors file; empty for any other kind of file."""
     if path.suffix != ".safetensors":
         return {}
-    with _explained(path), safe_open(path, framework="pt") as file:
+    with _explained(path), safe_open(path, framework="np") as file:
         return dict(file.metadata() or {})
 
 
-def _lazy(path: Path, file: safe_open, name: str) -> LazyTensor:
-    part = file.get_slice(name)
-    dtype = _DTYPES.get(part.get_dtype())
-    if dtype is None:
-        raise CheckpointError(f"{path}: {name} has dtype {part.get_dtype()}, which atlas lacks")
-
-    def read() -> torch.Tensor:
-        with _explained(path):
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-    return LazyTensor(tuple(part.get_shape()), dtype, read)
+# Writing --------------------------------------------------------------------------------------
 
 
 def write_tensors(
@@ -75,6 +149,44 @@ def write_tensors(
     """Write a safetensors file. Its name appears only when it is complete."""
     with whole_file(path) as temporary:
         save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})})
+
+
+class TensorStream:
+    """A safetensors file written tensor by tensor. The header is filled in at the end.
+
+    The format has its header first, so room is left for it; what is not needed stays blank.
+    """
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self._file = file
+        self._room = -(-room // 8) * 8  # data starts at a multiple of 8
+        self._entries: dict[str, Any] = {}
+        self._length = 0
+        file.write(bytes(8 + self._room))
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor after those before it."""
+        content: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        self._file.write(content)
+        place = [self._length, self._length + len(content)]
+        word = _WORDS[tensor.dtype]
+        self._entries[name] = {"dtype": word, "shape": list(tensor.shape), "data_offsets": place}
+        self._length = place[1]
+
+    def finish(self, metadata: Mapping[str, str]) -> int:
+        """Write the header, and give the length of the file."""
+        header = header_text(self._entries, metadata)
+        if len(header) > self._room:
+            raise ValueError(f"a header of {len(header)} bytes in room for {self._room}")
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        return 8 + self._room + self._length
+
+
+def header_text(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file, without the length before it."""
+    text = {"__metadata__": dict(metadata), **entries}
+    return json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 @contextmanager

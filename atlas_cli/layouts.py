@@ -60,6 +60,7 @@ _PROJECTIONS = {
     "visual_projection.weight": "visual.proj",
     "text_projection.weight": "text_projection",
 }
+THIRDS, TRANSPOSED = ("q", "k", "v"), "transposed"
 _QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
 
 
@@ -161,15 +162,22 @@ def to_open_clip(tensors: LazyTensors) -> dict[str, LazyTensor]:
     for name, tensor in tensors.items():
         if name.endswith("position_ids"):
             continue
-        if part := _QKV.match(name):
-            tower = "visual." if not part[1].startswith("text_model.") else ""
-            target = f"{tower}transformer.resblocks.{part[2]}.attn.in_proj_{part[4]}"
-            stacks.setdefault(target, {})[part[3]] = tensor
-        elif name in _PROJECTIONS:
-            renamed[_PROJECTIONS[name]] = _transposed(tensor)
+        target, part = place_of(name)
+        if part in THIRDS:
+            stacks.setdefault(target, {})[part] = tensor
         else:
-            renamed[_rename(name)] = tensor
+            renamed[target] = _transposed(tensor) if part == TRANSPOSED else tensor
     return renamed | {name: _stacked(name, parts) for name, parts in stacks.items()}
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """open_clip's name of a tensor, and what of it this is: q, k, v, its transpose, or all ("")."""
+    if part := _QKV.match(name):
+        tower = "visual." if not part[1].startswith("text_model.") else ""
+        return f"{tower}transformer.resblocks.{part[2]}.attn.in_proj_{part[4]}", part[3]
+    if name in _PROJECTIONS:
+        return _PROJECTIONS[name], TRANSPOSED
+    return _rename(name), ""
 
 
 def _rename(name: str) -> str:
@@ -190,9 +198,9 @@ def _transposed(tensor: LazyTensor) -> LazyTensor:
 
 
 def _stacked(name: str, parts: Mapping[str, LazyTensor]) -> LazyTensor:
-    if missing := [letter for letter in "qkv" if letter not in parts]:
+    if missing := [letter for letter in THIRDS if letter not in parts]:
         raise MismatchError(f"{name}: the {missing[0]} projection is missing")
-    ordered = [parts[letter] for letter in "qkv"]
+    ordered = [parts[letter] for letter in THIRDS]
     if len({(part.shape, part.dtype) for part in ordered}) != 1:
         raise MismatchError(f"{name}: the q, k and v projections differ in shape or dtype")
     shape = (3 * ordered[0].shape[0], *ordered[0].shape[1:])

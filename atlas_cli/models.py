@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from atlas_cli.vision import import_open_clip
 Tokenize = Callable[[Sequence[str]], torch.Tensor]
 _NAMES = {True: "QuickGELU", False: "GELU"}
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
-_BUFFERS = ("attn_mask", "num_batches_tracked", "position_ids")
+_MASKS = ("attn_mask", "position_ids")
+_BUFFERS = (*_MASKS, "num_batches_tracked")
 _INFORMATION = ("input_resolution", "context_length", "vocab_size")
 
 
@@ -109,8 +110,19 @@ def read_blueprint(source: Source, architecture: str | None = None) -> Blueprint
             f"{reference.text}: no open_clip_config.json or config.json says which architecture "
             "this is; name it with --arch, for example --arch ViT-B-32"
         )
-    _check_activation(source, blueprint, "its configuration")
+    check_activation(source, blueprint, "its configuration")
     return blueprint
+
+
+def read_architecture(source: Source, architecture: str | None = None) -> dict[str, Any]:
+    """Architecture and activation alone, for work that never preprocesses an image."""
+    config = source.config("config.json")
+    beside = source.config("open_clip_config.json")
+    if architecture or config is None or beside or source.reference.kind == "open_clip":
+        return read_blueprint(source, architecture).model
+    model = layouts.model_config(config, source.reference.text)
+    check_activation(source, Blueprint(model, {}), "its configuration")
+    return model
 
 
 def _from_tag(reference: Reference) -> Blueprint:
@@ -130,7 +142,7 @@ def _named(architecture: str) -> Blueprint:
 
 def _from_architecture(source: Source, architecture: str) -> Blueprint:
     blueprint = _named(architecture)
-    _check_activation(source, blueprint, f"--arch {architecture}")
+    check_activation(source, blueprint, f"--arch {architecture}")
     config = source.config("preprocessor_config.json")
     if config is not None:
         found = layouts.preprocess_config(config, source.reference.text)
@@ -179,7 +191,7 @@ def _check_size(source: Source, model: Mapping[str, Any], preprocess: Mapping[st
         )
 
 
-def _check_activation(source: Source, blueprint: Blueprint, used: str) -> None:
+def check_activation(source: Source, blueprint: Blueprint, used: str) -> None:
     """Refuse an architecture whose activation differs from the one the weights declare."""
     using = bool(blueprint.model.get("quick_gelu", False))
     for where, declared in _declared_activations(source):
@@ -201,6 +213,8 @@ def _declared_activations(source: Source) -> Iterator[tuple[str, bool]]:
     for path in source.weights:
         if activation := read_metadata(path).get("activation"):
             yield f"the metadata of {path.name}", activation == "quick_gelu"
+        if _is_openai(path):
+            yield f"OpenAI's archive {path.name}", True
     if source.reference.kind == "open_clip":
         return  # the tag has been asked already
     if config := source.config("open_clip_config.json"):
@@ -211,26 +225,46 @@ def _declared_activations(source: Source) -> Iterator[tuple[str, bool]]:
         yield "config.json", model["quick_gelu"]
 
 
+def _is_openai(path: Path) -> bool:
+    """Whether a file is one of OpenAI's archives, which were all trained with QuickGELU."""
+    if path.suffix == ".safetensors":
+        return False
+    try:
+        return set(_INFORMATION) <= open_tensors([path]).keys()
+    except CheckpointError:  # it has names that need --allow-global, so no TorchScript
+        return False
+
+
 # Tensors --------------------------------------------------------------------------------------
 
 
-def read_tensors(source: Source) -> dict[str, LazyTensor]:
+def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
     """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
-    tensors = open_tensors(source.weights)
-    if layouts.is_transformers(tensors):
-        return layouts.to_open_clip(tensors)
-    names = {name: _unwrapped(name) for name in tensors}
-    kept = {
-        names[name]: tensor
-        for name, tensor in tensors.items()
-        if not names[name].endswith(_BUFFERS) and names[name] not in _INFORMATION
-    }
+    return normalised(open_tensors(source.weights, allow), source.reference.text)
+
+
+def normalised(tensors: LazyTensors, where: str) -> dict[str, LazyTensor]:
+    """Tensors under open_clip's names, whatever their file calls them."""
+    plain: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        inner = unwrapped(name)
+        if inner in plain:
+            raise CheckpointError(f"{where}: two tensors would both be {inner}; one is {name}")
+        plain[inner] = tensor
+    if layouts.is_transformers(plain):
+        return layouts.to_open_clip(plain)
+    kept = {name: tensor for name, tensor in plain.items() if not _is_passing(name)}
     if "conv1.weight" in kept:  # an image tower saved on its own
         return {f"visual.{name}": tensor for name, tensor in kept.items()}
     return kept
 
 
-def _unwrapped(name: str) -> str:
+def _is_passing(name: str) -> bool:
+    """Whether a tensor is no part of the model: a mask, a size, a constant of a script."""
+    return name.endswith(_MASKS) or name in _INFORMATION or name.startswith("CONSTANTS.")
+
+
+def unwrapped(name: str) -> str:
     """A name without the prefixes that training wrappers put before it."""
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
@@ -253,7 +287,7 @@ def _with_text_of(
         )
     other = opening.text.reference.text
     blueprint = read_blueprint(opening.text, opening.architecture)
-    _check_activation(source, blueprint, f"--text {other}")
+    check_activation(source, blueprint, f"--text {other}")
     completed = read_tensors(opening.text)
     if unknown := sorted(name for name in tensors if name not in completed):
         raise MismatchError(

@@ -38,8 +38,13 @@ WEIGHT_NAMES = (
     "open_clip_pytorch_model.bin",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
 )
-CONFIG_NAMES = ("open_clip_config.json", "config.json", "preprocessor_config.json")
+CONFIG_NAMES = (
+    *("open_clip_config.json", "config.json", "preprocessor_config.json"),
+    "adapter_config.json",
+)
 TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -254,7 +259,15 @@ def _members(folder: Path, entry: str) -> Sequence[str]:
         inside = PurePosixPath(name)
         if inside.is_absolute() or ".." in inside.parts or "\\" in name:
             raise CheckpointError(f"{folder / entry}: names a shard outside its folder: {name}")
+        _check_link(folder / entry, name)
     return [str(PurePosixPath(entry).parent / name) for name in shards]
+
+
+def _check_link(index: Path, name: str) -> None:
+    """Refuse a shard that is a link to elsewhere than where the index itself, or its link, is."""
+    shard, homes = (index.parent / name).resolve(), (index.parent, index.resolve().parent)
+    if not any(shard.is_relative_to(home.resolve()) for home in homes):
+        raise CheckpointError(f"{index}: names a shard that is a link out of its folder: {name}")
 
 
 def read_object(path: Path) -> dict[str, object]:

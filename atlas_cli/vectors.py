@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from atlas_cli.checkpoint import open_safetensors, read_metadata
+from atlas_cli.core.fingerprint import digest, fingerprint
 from atlas_cli.core.storage import Block, Dense, Factors, Part, Quantised
 from atlas_cli.errors import CheckpointError, MismatchError
-from atlas_cli.tensors import LazyTensors
+from atlas_cli.tensors import LazyTensor, LazyTensors
 
 FORMAT = "atlas.task_vector"
 VERSION = 1
@@ -56,6 +57,7 @@ class Header:
     fingerprint: str
     blocks: tuple[BlockInfo, ...]
     dropped: tuple[str, ...] = ()
+    linearised: bool = False
     atlas: str = ""
     format: str = FORMAT
     version: int = VERSION
@@ -120,7 +122,7 @@ def read_header(path: Path) -> Header:
         found["blocks"] = tuple(_block_info(block) for block in found["blocks"])
         found["dropped"] = tuple(found["dropped"])
         return Header(**found)
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise CheckpointError(
             f"{path}: its task-vector header is damaged: {problem!r}"
         ) from problem
@@ -133,11 +135,10 @@ def _block_info(found: dict[str, Any]) -> BlockInfo:
 
 def _check_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> None:
     """Refuse a header that promises a block the file does not hold."""
+    wanted: dict[str, tuple[int, ...] | None] = {block.name: block.shape}
     if block.storage == "factors":
         parts = range(len(block.starts))
         wanted = {f"{block.name}#{kind}{n}": None for n in parts for kind in ("up", "down")}
-    else:
-        wanted = {block.name: block.shape}
     if block.storage == "int8":
         wanted[f"{block.name}#scale"] = (block.shape[0] if len(block.shape) > 1 else 1,)
     for name, shape in wanted.items():
@@ -156,6 +157,26 @@ def _read_block(tensors: LazyTensors, block: BlockInfo) -> Block:
     if block.storage == "int8":
         return Quantised(values, tensors[f"{block.name}#scale"].read())
     return Dense(values)
+
+
+def belongs(name: str, scope: str) -> bool:
+    """Whether a tensor is of the scope: the image tower, all that is not it, or both."""
+    return scope == "all" or name.startswith("visual.") == (scope == "visual")
+
+
+def in_scope(tensors: LazyTensors, scope: str) -> dict[str, LazyTensor]:
+    """The floating-point tensors of a scope."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if belongs(name, scope) and tensor.dtype.is_floating_point
+    }
+
+
+def base_fingerprint(tensors: LazyTensors, scope: str) -> str:
+    """The fingerprint that vectors of this scope have if `tensors` are their base."""
+    chosen = in_scope(tensors, scope)
+    return fingerprint(scope, {name: digest(name, chosen[name].read()) for name in chosen})
 
 
 def check_same_base(headers: Mapping[str, Header]) -> None:

@@ -11,33 +11,26 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from atlas_cli.builtin import TASKS, draw, label_of, model_folder
-from atlas_cli.builtin.concepts import (
-    COLOURS,
-    COUNTS,
-    DIGITS,
-    LETTERS,
-    PLATES,
-    SHAPES,
-    SYMBOLS,
-    TERRAINS,
-    TEXTURES,
-    THINGS,
-    Concept,
-)
-from atlas_cli.builtin.scenes import CLEAN, picture
+from atlas_cli.builtin.captions import any_concept, say
+from atlas_cli.builtin.concepts import Concept
+from atlas_cli.builtin.scenes import picture
+from atlas_cli.builtin.styles import CLEAN
 from atlas_cli.vision import import_open_clip
+
+Tokenizer = Callable[[list[str]], torch.Tensor]
+Data = tuple[torch.Tensor, torch.Tensor]
 
 SEED, THREADS = 0, 2
 POOL, BATCH, STEPS, RATE = 60_000, 256, 2000, 2e-3
@@ -62,62 +55,6 @@ CONFIG: dict[str, Any] = {
     },
     "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": 32},
 }
-KINDS = ("digit", "letter", "letter", "shape", "sign", "count", "texture", "terrain", "thing")
-
-
-# --- what pre-training shows, and what it says about it ---------------------------------------
-
-
-def some_concept(rng: np.random.Generator) -> Concept:
-    """Anything the world can draw, in any colour."""
-    kind = _one_of(KINDS, rng)
-    colour = _one_of(COLOURS, rng)
-    if kind == "sign":
-        return Concept("sign", _one_of(PLATES, rng), colour, _one_of(SYMBOLS, rng))
-    if kind == "terrain":
-        return Concept("terrain", _one_of(TERRAINS, rng))
-    names = {"digit": DIGITS, "letter": LETTERS, "shape": SHAPES, "count": COUNTS}
-    name = _one_of({**names, "texture": TEXTURES, "thing": THINGS}[kind], rng)
-    return Concept("glyph" if kind in ("digit", "letter") else kind, name, colour)
-
-
-def _one_of(choices: Any, rng: np.random.Generator) -> str:
-    return str(choices[int(rng.random() * len(choices))])
-
-
-def say(concept: Concept, rng: np.random.Generator) -> tuple[str, Concept]:
-    """A caption, and the concept as far as the caption tells it."""
-    coloured = concept.kind == "sign" or (concept.colour != "" and rng.random() < 0.4)
-    told = concept if coloured else replace(concept, colour="")
-    phrase = _phrase(told, rng)
-    if concept.kind == "terrain" and rng.random() < 0.6:
-        frames = ["an aerial photo of {}.", "a satellite image of {}.", "{} from above."]
-    else:
-        frames = ["a photo of {}.", "a picture of {}.", "a drawing of {}.", "{}.", "{}"]
-    return _one_of(frames, rng).format(phrase), told
-
-
-def _phrase(told: Concept, rng: np.random.Generator) -> str:
-    shade = f"{told.colour} " if told.colour else ""
-    if told.kind == "glyph" and told.name in DIGITS:
-        how = _one_of(["", "", "handwritten ", "printed "], rng)
-        where = _one_of(["", "", "", " on a house", " on a wall"], rng)
-        return f"the {shade}{how}{_one_of(['number', 'digit'], rng)} {told.name}{where}"
-    if told.kind == "glyph":
-        return f"the {shade}{_one_of(['', '', 'handwritten ', 'printed '], rng)}letter {told.name}"
-    if told.kind == "sign":
-        article = "an" if told.symbol[0] in "ae" else "a"
-        lead = _one_of(["a ", "a ", "a road sign, a "], rng)
-        return f"{lead}{told.colour} {told.name} with {article} {told.symbol}"
-    if told.kind == "count":
-        return f"{told.name} {shade}dot{'' if told.name == 'one' and rng.random() < 0.5 else 's'}"
-    if told.kind == "texture":
-        return f"a {shade}{told.name} {_one_of(['texture', 'pattern'], rng)}"
-    return told.name if told.kind == "terrain" else _with_article(shade + told.name, rng)
-
-
-def _with_article(words: str, rng: np.random.Generator) -> str:
-    return ("an " if words[0] in "aou" and rng.random() < 0.5 else "a ") + words
 
 
 @dataclass(frozen=True)
@@ -132,7 +69,7 @@ def _draw_some(start: int, stop: int) -> tuple[np.ndarray, list[Concept]]:
     images, concepts = [], []
     for index in range(start, stop):
         rng = np.random.default_rng(np.random.SeedSequence((SEED, index)))
-        concepts.append(some_concept(rng))
+        concepts.append(any_concept(rng))
         images.append(picture(concepts[-1], CLEAN, rng))
     return np.stack(images), concepts
 
@@ -151,22 +88,16 @@ def to_input(images: torch.Tensor) -> torch.Tensor:
     return images.float() / 127.5 - 1.0
 
 
-# --- pre-training ------------------------------------------------------------------------------
-
-
-def agreement(shown: list[Concept], told: list[Concept]) -> torch.Tensor:
-    """Rows of equal weight on every caption that is true of the picture (pictures, captions)."""
-
-    def column(values: list[str]) -> np.ndarray:
-        return np.array(values)
-
-    truth = column([c.kind + c.name for c in shown])[:, None] == column(
-        [c.kind + c.name for c in told]
-    )
-    for field in ("colour", "symbol"):
-        said = column([getattr(c, field) for c in told])
-        truth &= (column([getattr(c, field) for c in shown])[:, None] == said) | (said == "")
+def agreement(shown: Sequence[Concept], told: Sequence[Concept]) -> torch.Tensor:
+    """1 where a caption is true of a picture (pictures, captions), as its own always is."""
+    truth = _content(shown)[:, None] == _content(told)
+    colours = np.array([concept.colour for concept in told])
+    truth &= (np.array([concept.colour for concept in shown])[:, None] == colours) | (colours == "")
     return torch.from_numpy(truth).float()
+
+
+def _content(concepts: Sequence[Concept]) -> np.ndarray:
+    return np.array([f"{each.kind} {each.name} {each.symbol}" for each in concepts])
 
 
 def contrast(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -200,7 +131,7 @@ def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[np.ndar
             yield order[start : start + size]
 
 
-def pretrain(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], pool: Pool) -> None:
+def pretrain(model: Any, tokenizer: Tokenizer, pool: Pool) -> None:
     """Train both towers on the pool, in place."""
     rng = np.random.default_rng(SEED)
     optimizer = optimizer_of(model, RATE, 0.1)
@@ -210,62 +141,68 @@ def pretrain(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], pool: P
         rows = next(stream)
         shown = [pool.concepts[row] for row in rows]
         captions, told = zip(*(say(concept, rng) for concept in shown), strict=True)
-        loss = _loss(
-            model, pool.images[rows], tokenizer(list(captions)), agreement(shown, list(told))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * cosine(step, STEPS, 100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        logits = scores(model, pool.images[rows], tokenizer(list(captions)))
+        loss = contrast(logits, agreement(shown, told))
+        advance(optimizer, loss, RATE * cosine(step, STEPS, 100))
         with torch.no_grad():
             model.logit_scale.clamp_(0.0, math.log(100.0))
         if step % 100 == 99:
-            print(
-                f"step {step + 1}  loss {loss.item():.3f}  {time.time() - started:.0f} s",
-                file=sys.stderr,
-            )
+            note(f"step {step + 1}  loss {loss.item():.3f}  {time.time() - started:.0f} s")
 
 
-def _loss(
-    model: Any, images: torch.Tensor, tokens: torch.Tensor, truth: torch.Tensor
-) -> torch.Tensor:
+def scores(model: Any, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The scaled cosine of every picture and every caption."""
     left = F.normalize(model.encode_image(to_input(images)), dim=-1)
     right = F.normalize(model.encode_text(tokens), dim=-1)
-    return contrast(model.logit_scale.exp() * left @ right.T, truth)
+    return model.logit_scale.exp() * left @ right.T
+
+
+def advance(optimizer: torch.optim.AdamW, loss: torch.Tensor, rate: float) -> None:
+    """Take one step down the loss, with the gradient no longer than 1."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad()
+    loss.backward()
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def note(text: str) -> None:
+    """Tell whoever is waiting."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def build(folder: Path) -> None:
     """Draw, train and write the model."""
     open_clip = import_open_clip()
     torch.manual_seed(SEED)
-    folder.mkdir(parents=True, exist_ok=True)
     model = open_clip.CLIP(**CONFIG["model_cfg"])
-    tokenizer = open_clip.SimpleTokenizer(context_length=32)
     started = time.time()
     pool = draw_pool(POOL)
-    print(f"{POOL} pictures in {time.time() - started:.0f} s", file=sys.stderr)
-    pretrain(model, tokenizer, pool)
-    tensors = {name: t.detach().half().contiguous() for name, t in model.state_dict().items()}
-    save_file(
-        tensors, folder / "open_clip_model.safetensors", {"format": "pt", "activation": "gelu"}
-    )
+    note(f"{POOL} pictures in {time.time() - started:.0f} s")
+    pretrain(model, open_clip.SimpleTokenizer(context_length=32), pool)
+    write(model, folder)
+    note(f"{folder} in {time.time() - started:.0f} s")
+
+
+def write(model: Any, folder: Path) -> None:
+    """Write a folder that open_clip opens with `local-dir:`, in half precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: each.half().contiguous() for name, each in model.state_dict().items()}
+    metadata = {"format": "pt", "activation": "gelu"}
+    (folder / "open_clip_model.safetensors").write_bytes(save(tensors, metadata))
     (folder / "open_clip_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    print(f"{folder} in {time.time() - started:.0f} s", file=sys.stderr)
 
 
-# --- what it can do ----------------------------------------------------------------------------
-
-
-def open_model(folder: Path) -> tuple[Any, Callable[[list[str]], torch.Tensor]]:
+def open_model(folder: Path) -> tuple[Any, Tokenizer]:
     """The model and its tokenizer, by open_clip's own door."""
     open_clip = import_open_clip()
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder.resolve()}")
     return model, open_clip.get_tokenizer(f"local-dir:{folder.resolve()}")
 
 
-def head_of(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], task: str) -> torch.Tensor:
+def head_of(model: Any, tokenizer: Tokenizer, task: str) -> torch.Tensor:
     """The zero-shot head (classes, width), scaled."""
     rows = []
     with torch.no_grad():
@@ -276,7 +213,7 @@ def head_of(model: Any, tokenizer: Callable[[list[str]], torch.Tensor], task: st
         return model.logit_scale.exp() * torch.stack(rows)
 
 
-def split_of(task: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+def split_of(task: str, split: str) -> Data:
     """All images of a split and their labels."""
     count = TASKS[task].sizes[split]
     images = np.stack([draw(task, split, index) for index in range(count)])
@@ -290,26 +227,19 @@ def logits_of(model: Any, head: torch.Tensor, images: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def accuracy(model: Any, head: torch.Tensor, data: tuple[torch.Tensor, torch.Tensor]) -> float:
+def accuracy(model: Any, head: torch.Tensor, data: Data) -> float:
     """Percent of images whose best score is their label."""
     return 100.0 * float((logits_of(model, head, data[0]).argmax(1) == data[1]).float().mean())
 
 
-def finetune(
-    model: Any, head: torch.Tensor, data: tuple[torch.Tensor, torch.Tensor], steps: int, rate: float
-) -> None:
+def finetune(model: Any, head: torch.Tensor, data: Data, steps: int, rate: float) -> None:
     """Train the image tower with the head frozen, in place; the last step is the result."""
     optimizer = optimizer_of(model.visual, rate, 0.1)
     stream = batches(len(data[1]), 128, np.random.default_rng(SEED))
     for step in range(steps):
         rows = next(stream)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * cosine(step, steps, steps // 10)
         loss = F.cross_entropy(logits_of(model, head, data[0][rows]), data[1][rows])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.visual.parameters(), 1.0)
-        optimizer.step()
+        advance(optimizer, loss, rate * cosine(step, steps, steps // 10))
 
 
 def table(folder: Path, steps: int, rate: float) -> None:
@@ -317,23 +247,24 @@ def table(folder: Path, steps: int, rate: float) -> None:
     print("| task | classes | chance | zero-shot | fine-tuned | seconds |")
     print("| --- | --- | --- | --- | --- | --- |")
     for task in TASKS:
-        torch.manual_seed(SEED)
-        model, tokenizer = open_model(folder)
-        head, test = head_of(model, tokenizer, task), split_of(task, "test")
-        before, started = accuracy(model, head, test), time.time()
-        if steps:
-            finetune(model, head, split_of(task, "train"), steps, rate)
-        after, classes = accuracy(model, head, test), len(TASKS[task].classes)
-        spent = time.time() - started
-        print(
-            f"| {task} | {classes} | {100 / classes:.1f} | {before:.1f} | {after:.1f} | {spent:.0f} |",
-            flush=True,
-        )
+        print(row_of(folder, task, steps, rate), flush=True)
+
+
+def row_of(folder: Path, task: str, steps: int, rate: float) -> str:
+    """One task before and after fine-tuning, on its test split."""
+    torch.manual_seed(SEED)
+    model, tokenizer = open_model(folder)
+    head, test = head_of(model, tokenizer, task), split_of(task, "test")
+    before, started = accuracy(model, head, test), time.time()
+    finetune(model, head, split_of(task, "train"), steps, rate)
+    after, classes = accuracy(model, head, test), len(TASKS[task].classes)
+    cells = [task, classes, f"{100 / classes:.1f}", f"{before:.1f}", f"{after:.1f}"]
+    return f"| {' | '.join(map(str, cells))} | {time.time() - started:.0f} |"
 
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("verb", choices=["build", "table"])
     parser.add_argument("-o", "--output", type=Path, default=model_folder("tiny"))
     parser.add_argument("--steps", type=int, default=400, help="fine-tuning steps; 0 for none")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +85,31 @@ def run() -> Callable[..., Result]:
         return Result(done.returncode, done.stdout, done.stderr)
 
     return run_atlas
+
+
+@pytest.fixture
+def on_terminal() -> Callable[..., str]:
+    """Run atlas on a terminal of 100 columns and give all that it shows."""
+
+    def show(*arguments: str | Path, **environment: str) -> str:
+        reader, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+            stdout=terminal,
+            stderr=terminal,
+            env=os.environ | {"TERM": "xterm"} | environment,
+        )
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal is told
+            while piece := os.read(reader, 65536):
+                shown += piece
+        os.close(reader)
+        assert process.wait() == 0, shown
+        return shown.decode()
+
+    return show
 
 
 @pytest.fixture

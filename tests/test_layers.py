@@ -33,6 +33,31 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"batches", "checkpoint", "errors", "layouts", "sources", "tensors", "vision"},
         {"torch"},
     ),
+    "vectors": ({"checkpoint", "core", "errors", "tensors"}, {"torch"}),
+    "lora": ({"core", "errors", "layouts", "models", "sources", "tensors"}, set()),
+    "linearised": ({"errors", "tensors"}, {"torch"}),
+    "differences": (
+        {"checkpoint", "core", "errors", "layouts", "linearised", "lora", "models", "sources"}
+        | {"tensors", "vectors"},
+        {"torch"},
+    ),
+    "bases": ({"errors", "models", "sources", "tensors", "vectors"}, set()),
+    "labels": (
+        {"bases", "checkpoint", "core", "differences", "errors", "sources", "vectors"},
+        set(),
+    ),
+    "extract": (
+        {"bases", "checkpoint", "core", "differences", "errors", "files", "labels", "sources"}
+        | {"vectors"},
+        {"torch"},
+    ),
+    "headers": ({"core", "errors", "vectors"}, set()),
+    "workers": (set(), {"torch"}),
+    "describe": ({"checkpoint", "core", "sources", "vectors", "workers"}, set()),
+    "census": ({"errors", "models", "sources"}, set()),
+    "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
+    "grids": ({"compare", "describe"}, set()),
+    "plots": ({"errors", "files"}, {"matplotlib"}),
     "heads": ({"checkpoint", "errors", "models"}, {"torch"}),
     "evaluate": (
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
@@ -42,7 +67,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
-        | {"recipe", "sources"},
+        | {"bases", "core", "differences", "extract"}
+        | {"census", "compare", "describe", "grids", "headers", "plots", "recipe", "sources"},
         {"typer", "rich"},
     ),
 }

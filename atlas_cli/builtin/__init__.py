@@ -32,7 +32,7 @@ class Task:
 
 
 def _task(name: str, summary: str, *templates: str) -> Task:
-    sizes = {"train": 2000, "val": 500, "test": 1000}
+    sizes = {"train": 3000, "val": 500, "test": 1000}
     return Task(name, summary, tuple(CLASSES[name]), templates, sizes)
 
 
@@ -78,8 +78,8 @@ TASKS: dict[str, Task] = {
         _task(
             "counts",
             "how many blobs there are",
-            "a photo of {} dots.",
-            "a picture with {} dots.",
+            "a photo of {}.",
+            "a picture of {}.",
         ),
         _task(
             "silhouettes",

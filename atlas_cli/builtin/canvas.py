@@ -169,4 +169,4 @@ def stroke(points: Points, pieces: Array) -> Array:
     squares = np.stack([x * x + y * y, -2.0 * x, -2.0 * y], axis=1) @ seen
     squares += length[:, None] * held * (held - 2.0 * foot)
     nearest = squares.min(axis=0) + seen[1] * seen[1] + seen[2] * seen[2]
-    return np.sqrt(np.maximum(nearest, 0.0)).reshape(points.x.shape)
+    return np.asarray(np.sqrt(np.maximum(nearest, 0.0)).reshape(points.x.shape))

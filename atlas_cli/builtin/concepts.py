@@ -31,7 +31,7 @@ TEXTURES = _words(
     "striped checkered dotted zigzagged wavy grid woven spiralled blotchy speckled cracked bubbly"
 )
 TERRAINS = (
-    "forest",
+    "a forest",
     "a river",
     "a highway",
     "crop fields",
@@ -67,6 +67,11 @@ def sign(phrase: str) -> Concept:
     return Concept("sign", shape, colour, symbol)
 
 
+def dots(count: str) -> str:
+    """The phrase for this many dots."""
+    return f"{count} dot" if count == "one" else f"{count} dots"
+
+
 def _all(kind: str, names: tuple[str, ...]) -> dict[str, Concept]:
     return {name: Concept(kind, name) for name in names}
 
@@ -79,7 +84,7 @@ def _control() -> dict[str, Concept]:
         **{f"the number {name}": Concept("glyph", name) for name in "03478"},
         **{f"the letter {name}": Concept("glyph", name) for name in "AHKST"},
         **{f"a {colour} {name}": Concept("shape", name, colour) for colour, name in pairs},
-        **{f"{name} dots": Concept("count", name) for name in ("two", "four", "seven")},
+        **{dots(name): Concept("count", name) for name in ("two", "four", "seven")},
         **{f"a {phrase}": sign(phrase) for phrase in (SIGNS[2], SIGNS[4], SIGNS[11])},
         **{f"a {name} texture": Concept("texture", name) for name in TEXTURES[::2]},
         **_all("terrain", TERRAINS[:3] + TERRAINS[6:9]),
@@ -95,7 +100,7 @@ CLASSES: dict[str, dict[str, Concept]] = {
     "signs": {phrase: sign(phrase) for phrase in SIGNS},
     "textures": _all("texture", TEXTURES),
     "terrain": _all("terrain", TERRAINS),
-    "counts": _all("count", COUNTS),
+    "counts": {dots(name): Concept("count", name) for name in COUNTS},
     "silhouettes": _all("thing", THINGS),
     "everything": _control(),
 }

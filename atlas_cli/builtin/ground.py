@@ -126,7 +126,7 @@ def _factories(points: Points, rng: np.random.Generator) -> Array:
 
 
 TERRAINS: dict[str, Painter] = {
-    "forest": _forest,
+    "a forest": _forest,
     "a river": _river,
     "a highway": _highway,
     "crop fields": _fields,

@@ -1,13 +1,11 @@
 """A scene is a concept seen in a style: what is drawn, and how.
 
-The concepts are shared by all tasks and by pre-training. A style says how far a picture is from
-the clean pictures of pre-training; tasks share shifts of style, as real datasets do.
+The concepts are shared by all tasks and by pre-training; the styles are what differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +14,9 @@ from atlas_cli.builtin.canvas import GRID, Array, Colour, Points
 from atlas_cli.builtin.concepts import COUNTS, Concept
 from atlas_cli.builtin.glyphs import DIGITS, GLYPHS
 from atlas_cli.builtin.ground import paint_ground
+from atlas_cli.builtin.outlines import SHAPES, SYMBOLS, THINGS
 from atlas_cli.builtin.patterns import PATTERNS
-
-Range = tuple[float, float]
+from atlas_cli.builtin.styles import Range, Style, weather
 
 COLOURS: dict[str, Colour] = {
     "red": (0.86, 0.13, 0.13),
@@ -32,34 +30,6 @@ COLOURS: dict[str, Colour] = {
     "black": (0.07, 0.07, 0.08),
     "white": (0.95, 0.95, 0.94),
 }
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a picture is drawn. The defaults are the clean pictures of pre-training.
-
-    Pairs are ranges to draw from; single numbers are the largest value of a symmetric range.
-    """
-
-    palette: str = "colours"
-    size: Range = (0.6, 0.8)
-    offset: float = 0.12
-    turn: float = 0.1
-    slant: float = 0.08
-    wobble: Range = (0.0, 0.02)
-    pen: Range = (0.12, 0.2)
-    uneven: float = 0.1
-    clutter: int = 0
-    neighbours: bool = False
-    dull: Range = (0.0, 0.0)
-    contrast: Range = (0.9, 1.0)
-    shade: float = 0.0
-    cast: float = 0.0
-    blur: Range = (0.0, 0.2)
-    noise: Range = (0.0, 0.05)
-
-
-CLEAN = Style()
 
 
 def _jitter(colour: Colour, rng: np.random.Generator, amount: float = 0.06) -> Colour:
@@ -123,20 +93,25 @@ def _glyph(concept: Concept, style: Style, rng: np.random.Generator) -> Array:
     image = _behind(back, style, rng)
     spot = _spot(style, rng)
     pen = rng.uniform(*style.pen)
-    if style.neighbours:
-        image = _add_neighbours(image, spot, front, pen, rng)
+    if style.neighbours[1]:
+        image = _add_neighbours(image, spot, front, pen, style.neighbours, rng)
     cover = canvas.ink(canvas.stroke(spot, GLYPHS[concept.name]) - pen, spot)
     return canvas.blend(image, front, cover)
 
 
 def _add_neighbours(
-    image: Array, spot: Points, colour: Colour, pen: float, rng: np.random.Generator
+    image: Array,
+    spot: Points,
+    colour: Colour,
+    pen: float,
+    away: Range,
+    rng: np.random.Generator,
 ) -> Array:
     """The picture with other digits to the left and right of where the figure will be."""
     for side in (-1.0, 1.0):
         pieces = list(DIGITS.values())[canvas.pick(rng, len(DIGITS))]
         columns = slice(0, 14) if side < 0.0 else slice(-14, None)
-        shift = side * rng.uniform(1.5, 1.8)
+        shift = side * rng.uniform(*away)
         part = Points(spot.x[:, columns] - shift, spot.y[:, columns], spot.unit)
         cover = canvas.ink(canvas.stroke(part, pieces) - pen, part)
         image[:, :, columns] = canvas.blend(image[:, :, columns], colour, cover)
@@ -144,7 +119,7 @@ def _add_neighbours(
 
 
 def _figure(concept: Concept, style: Style, rng: np.random.Generator) -> Array:
-    parts = {"shape": figures.SHAPES, "thing": figures.THINGS}[concept.kind][concept.name]
+    parts = {"shape": SHAPES, "thing": THINGS}[concept.kind][concept.name]
     front, back = _pair(concept.colour, style, rng)
     spot = _spot(style, rng)
     if concept.kind == "thing" and rng.random() < 0.5:
@@ -157,12 +132,12 @@ def _sign(concept: Concept, style: Style, rng: np.random.Generator) -> Array:
     front, back = _pair(concept.colour, style, rng)
     spot = _spot(style, rng)
     image = _behind(back, style, rng)
-    plate = figures.distance(spot, figures.SHAPES[concept.name])
+    plate = figures.distance(spot, SHAPES[concept.name])
     image = canvas.blend(image, front, canvas.ink(plate, spot))
     low = 0.22 if concept.name == "triangle" else 0.0
     inner = canvas.place(spot, (0.0, low), 0.5)
     mark = (0.08, 0.08, 0.08) if concept.colour in ("yellow", "white") else (0.96, 0.96, 0.96)
-    cover = canvas.ink(figures.distance(inner, figures.SYMBOLS[concept.symbol]), inner)
+    cover = canvas.ink(figures.distance(inner, SYMBOLS[concept.symbol]), inner)
     return canvas.blend(image, _jitter(mark, rng, 0.04), cover)
 
 
@@ -206,21 +181,6 @@ _PAINTERS: dict[str, Callable[[Concept, Style, np.random.Generator], Array]] = {
 }
 
 
-def _weather(image: Array, style: Style, rng: np.random.Generator) -> Array:
-    """The picture under the light, the lens and the grain of a style."""
-    image = image + rng.uniform(*style.dull) * (canvas.gray(image) - image)
-    contrast = rng.uniform(*style.contrast)
-    level = rng.uniform(0.35, 0.65)
-    image = level + contrast * (image - level)
-    if style.shade:
-        slope = rng.uniform(-style.shade, style.shade, 2)
-        image = image + slope[0] * GRID.x + slope[1] * GRID.y
-    if style.cast:
-        image = image + rng.uniform(-style.cast, style.cast, (3, 1, 1))
-    image = canvas.blur(image, rng.uniform(*style.blur))
-    return image + canvas.grain(rng, rng.uniform(*style.noise))
-
-
 def picture(concept: Concept, style: Style, rng: np.random.Generator) -> canvas.Picture:
     """The scene as bytes (32, 32, 3)."""
-    return canvas.finish(_weather(_PAINTERS[concept.kind](concept, style, rng), style, rng))
+    return canvas.finish(weather(_PAINTERS[concept.kind](concept, style, rng), style, rng))

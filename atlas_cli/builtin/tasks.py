@@ -9,12 +9,13 @@ import numpy as np
 from atlas_cli.builtin import TASKS, label_of
 from atlas_cli.builtin.canvas import Picture
 from atlas_cli.builtin.concepts import CLASSES
-from atlas_cli.builtin.scenes import CLEAN, Style, picture
+from atlas_cli.builtin.scenes import picture
+from atlas_cli.builtin.styles import CLEAN, Style
 
 STYLES: dict[str, Style] = {
     "digits": Style(
         palette="chalk",
-        size=(0.5, 0.8),
+        size=(0.45, 0.8),
         turn=0.3,
         slant=0.35,
         wobble=(0.1, 0.28),
@@ -23,35 +24,35 @@ STYLES: dict[str, Style] = {
     ),
     "letters": Style(
         palette="ink",
-        size=(0.5, 0.8),
+        size=(0.45, 0.8),
         turn=0.25,
-        slant=0.3,
-        wobble=(0.1, 0.25),
+        slant=0.35,
+        wobble=(0.1, 0.28),
         pen=(0.09, 0.2),
         blur=(0.0, 0.6),
-        noise=(0.0, 0.1),
+        noise=(0.0, 0.12),
     ),
     "house_numbers": Style(
         size=(0.55, 0.75),
-        clutter=2,
-        neighbours=True,
-        contrast=(0.5, 0.9),
+        clutter=3,
+        neighbours=(1.65, 2.1),
+        contrast=(0.4, 0.8),
         shade=0.2,
         cast=0.1,
         blur=(0.2, 0.8),
-        noise=(0.03, 0.15),
+        noise=(0.05, 0.2),
     ),
     "signs": Style(
         size=(0.55, 0.8),
         offset=0.15,
         turn=0.25,
         slant=0.15,
-        clutter=3,
-        contrast=(0.5, 0.85),
+        clutter=4,
+        contrast=(0.4, 0.85),
         shade=0.25,
         cast=0.1,
         blur=(0.2, 0.8),
-        noise=(0.03, 0.18),
+        noise=(0.05, 0.18),
     ),
     "textures": Style(
         palette="ink",
@@ -64,7 +65,7 @@ STYLES: dict[str, Style] = {
     ),
     "terrain": Style(
         turn=0.8,
-        dull=(0.5, 1.0),
+        dull=(0.3, 0.9),
         contrast=(0.6, 0.9),
         shade=0.2,
         cast=0.1,

@@ -12,6 +12,8 @@ from atlas_cli import __version__
 from atlas_cli.commands import output
 from atlas_cli.commands.draw import draw
 from atlas_cli.commands.eval import evaluate
+from atlas_cli.commands.extract import extract
+from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.options import VariadicCommand
 from atlas_cli.errors import AtlasError, nearest
 
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
+app.command("extract", cls=VariadicCommand)(extract)
+app.command("inspect", cls=VariadicCommand)(inspect)
 
 
 def _show_version(wanted: bool) -> None:

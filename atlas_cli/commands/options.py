@@ -103,3 +103,12 @@ SkipBroken = Annotated[
 OutputFolder = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must not exist.")
 ]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw a .png, .svg or .pdf (extra: plot)."),
+]
+AllowGlobals = Annotated[
+    list[str] | None,
+    typer.Option("--allow-global", metavar="NAME", help="Names a pickle may hold; never called."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]

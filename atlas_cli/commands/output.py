@@ -7,10 +7,11 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError
 
@@ -59,10 +60,22 @@ def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
 
 def write(text: str) -> None:
     """Write text to stdout, all of it or an error."""
+    with _stdout() as stdout:
+        stdout.write(text)
+
+
+def write_file(file: BinaryIO) -> None:
+    """Copy a file to stdout, all of it or an error."""
+    with _stdout() as stdout:
+        shutil.copyfileobj(file, stdout.buffer, 1 << 20)
+
+
+@contextmanager
+def _stdout() -> Iterator[TextIO]:
     if sys.stdout is None:
         raise AtlasError(CLOSED)
     try:
-        sys.stdout.write(text)
+        yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError as problem:
         _drop_stdout()

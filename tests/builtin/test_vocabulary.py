@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from atlas_cli.builtin import concepts, figures, glyphs, ground, patterns, scenes, tasks
+from atlas_cli.builtin import concepts, glyphs, ground, outlines, patterns, scenes, tasks
+from atlas_cli.builtin.styles import Style
 
 
 def test_every_word_has_a_drawing_and_every_drawing_a_word() -> None:
     assert set(concepts.DIGITS) == set(glyphs.DIGITS)
     assert set(concepts.LETTERS) == set(glyphs.LETTERS)
-    assert set(concepts.SHAPES) == set(figures.SHAPES)
-    assert set(concepts.THINGS) == set(figures.THINGS)
-    assert set(concepts.SYMBOLS) == set(figures.SYMBOLS)
+    assert set(concepts.SHAPES) == set(outlines.SHAPES)
+    assert set(concepts.THINGS) == set(outlines.THINGS)
+    assert set(concepts.SYMBOLS) == set(outlines.SYMBOLS)
     assert set(concepts.TEXTURES) == set(patterns.PATTERNS)
     assert set(concepts.TERRAINS) == set(ground.TERRAINS)
     assert set(concepts.COLOURS) == set(scenes.COLOURS)
@@ -28,7 +29,7 @@ def test_a_sign_is_read_from_its_phrase() -> None:
 
 
 def test_a_count_shows_that_many_dots() -> None:
-    style = scenes.Style(palette="chalk", uneven=0.0, noise=(0.0, 0.0), blur=(0.0, 0.0))
+    style = Style(palette="chalk", uneven=0.0, noise=(0.0, 0.0), blur=(0.0, 0.0))
     for number, name in enumerate(concepts.COUNTS, start=1):
         image = scenes.picture(
             concepts.Concept("count", name), style, np.random.default_rng(number)

@@ -1,0 +1,188 @@
+"""A base and a fine-tuned model -> a task vector, block by block, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from atlas_cli.bases import Base
+from atlas_cli.checkpoint import TensorStream
+from atlas_cli.core import storage
+from atlas_cli.core.fingerprint import Digests
+from atlas_cli.core.storage import Block, Factors, Form
+from atlas_cli.differences import Choice, Difference, open_difference
+from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.files import whole_file
+from atlas_cli.labels import block_order, fulfilled, promised, room_for
+from atlas_cli.sources import Source
+from atlas_cli.vectors import BlockInfo, Header, stored_tensors, to_metadata
+
+_LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the user wants a vector made, and who hears of surprises and of progress."""
+
+    choice: Choice = field(default_factory=Choice)
+    form: Form = field(default_factory=Form)
+    scale: float = 1.0
+    warn: Callable[[str], None] = lambda text: None
+    advance: Callable[[int], None] = lambda count: None
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """A task vector that was written. Shown as its path, or as JSON. Errors are relative."""
+
+    path: str
+    name: str
+    blocks: int
+    parameters: int
+    bytes: int
+    worst_error: float
+    mean_error: float
+    relative_norm: float
+    dropped: int
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Options) -> Extracted:
+    """Write a task vector to `path`, where it appears when it is complete."""
+    try:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
+            made = extract(file, name, base, finetuned, options)
+    except OSError as problem:
+        raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
+    return dataclasses.replace(made, path=str(path))
+
+
+def extract(
+    file: BinaryIO, name: str, base: Base, finetuned: Source, options: Options
+) -> Extracted:
+    """Write scale * (fine-tuned - base) to an open file, with one block in memory at a time."""
+    difference = open_difference(finetuned, base.tensors, options.choice)
+    _check(base, finetuned, difference, options.form)
+    if difference.dropped:
+        left = ", ".join(difference.dropped[:3]) + (", ..." if difference.dropped[3:] else "")
+        options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
+    header = promised(name, base, finetuned, difference, options.scale)
+    stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
+    with ThreadPoolExecutor() as pool, _threads(options.form):
+        origin = pool.submit(finetuned.provenance)
+        if not base.provenance:
+            base.provenance.append(pool.submit(base.source.provenance))
+        digests = Digests(pool, base.digests)
+        infos = list(_write(stream, base, difference, options, digests))
+        digests.finish()
+    header = dataclasses.replace(
+        fulfilled(header, infos, base, difference),
+        base=base.provenance[0].result(),
+        finetuned={**origin.result(), **difference.origin},
+    )
+    return _summary(header, infos, stream.finish(to_metadata(header)), options)
+
+
+@contextmanager
+def _threads(form: Form) -> Iterator[None]:
+    """One thread subtracts as fast as memory allows; the others have two files to hash."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if form.is_low_rank else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(base: Base, finetuned: Source, difference: Difference, form: Form) -> None:
+    """Refuse what can be refused before any value is read."""
+    if difference.parts and (form.is_low_rank or form.dtype == "int8"):
+        raise UsageError(
+            f"{finetuned.reference.text}: is low-rank already and stays so; use --dtype fp32, "
+            "fp16 or bf16 without --rank or --energy"
+        )
+    if difference.fingerprint is None:  # a task vector says more than its folder does
+        base.check_activation(finetuned)
+
+
+# Blocks ---------------------------------------------------------------------------------------
+
+
+def _write(
+    stream: TensorStream, base: Base, difference: Difference, options: Options, digests: Digests
+) -> Iterator[BlockInfo]:
+    """Write every block that changed, and tell of every block; norm 0 means unchanged."""
+    for name in block_order(base):
+        values = base.blocks[name].read().float()
+        digests.add(name, values)
+        change = difference.blocks.get(name)
+        exact = storage.scaled(change(values), options.scale) if change else None
+        block, info = _encoded(name, values, exact, options.form)
+        if block is not None:
+            for key, tensor in stored_tensors(name, block).items():
+                stream.add(key, tensor)
+        options.advance(1)
+        yield info
+
+
+def _encoded(
+    name: str, base: torch.Tensor, exact: Block | None, form: Form
+) -> tuple[Block | None, BlockInfo]:
+    """A block in the form it is kept in, or None if it is zero."""
+    info = BlockInfo(name, tuple(base.shape), "", 0.0, _norm(name, base), 0.0)
+    values = storage.decode(exact) if exact is not None else torch.zeros(1)
+    if exact is None or (norm := _norm(name, values)) == 0:
+        return None, info
+    block = storage.encode(exact, form)
+    error = storage.relative_error(values, block)
+    if not math.isfinite(error):
+        raise AtlasError(f"{name}: changes too much for {form.dtype}; use --dtype bf16 or fp32")
+    starts = tuple(part.start for part in block.parts) if isinstance(block, Factors) else ()
+    kept = storage.storage_of(block)
+    return block, dataclasses.replace(info, storage=kept, norm=norm, error=error, starts=starts)
+
+
+def _norm(name: str, values: torch.Tensor) -> float:
+    norm = storage.norm(values)
+    if not math.isfinite(norm):
+        raise CheckpointError(f"{name}: holds values that are not finite numbers")
+    return norm
+
+
+# Summary --------------------------------------------------------------------------------------
+
+
+def _summary(
+    header: Header, infos: Sequence[BlockInfo], length: int, options: Options
+) -> Extracted:
+    """What to tell the user, with a warning if the base cannot be the right one."""
+    errors = [info.error for info in header.blocks]
+    size = math.hypot(*(info.base_norm for info in infos))
+    relative = math.hypot(*(info.norm for info in infos)) / (size or 1.0)
+    if relative > _LARGEST_NORM * abs(header.scale):
+        options.warn(
+            f"{header.finetuned['reference']}: |tau|/|theta0| is {relative / abs(header.scale):.2f}"
+            f", more than fine-tuning gives; is {header.base['reference']} really its base?"
+        )
+    return Extracted(
+        path="-",
+        name=header.name,
+        blocks=len(header.blocks),
+        parameters=sum(math.prod(info.shape) for info in header.blocks),
+        bytes=length,
+        worst_error=max(errors),
+        mean_error=statistics.fmean(errors),
+        relative_norm=float(f"{relative:.6e}"),
+        dropped=len(header.dropped),
+    )

@@ -1,0 +1,145 @@
+"""Memory and time of `atlas extract` on two random ViT-B/32 image towers in fp32 safetensors.
+
+    python benchmarks/extract.py [--runs 5] [--work DIR]
+
+Prints one JSON object. `peak_mb` is what extracting adds to an interpreter with torch loaded,
+mapped pages of the inputs included; the goal is at most 400. `ratio` is the median time over
+that of reading both files and writing one of the vector's size; the goal is at most 1.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WIDTH, LAYERS, PATCH, GRID, EMBED = 768, 12, 32, 7, 512
+CONFIG = {
+    "model_cfg": {
+        "embed_dim": EMBED,
+        "quick_gelu": True,
+        "vision_cfg": {"image_size": 224, "layers": LAYERS, "width": WIDTH, "patch_size": PATCH},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 512, "layers": 12},
+    },
+    "preprocess_cfg": {"size": 224},
+}
+PIECE = 8 << 20
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """The 152 blocks of the image tower of ViT-B/32."""
+    found: dict[str, tuple[int, ...]] = {
+        "visual.class_embedding": (WIDTH,),
+        "visual.positional_embedding": (GRID * GRID + 1, WIDTH),
+        "visual.proj": (WIDTH, EMBED),
+        "visual.conv1.weight": (WIDTH, 3, PATCH, PATCH),
+    }
+    matrices = {"attn.in_proj_": (3, 1), "attn.out_proj.": (1, 1)}
+    matrices |= {"mlp.c_fc.": (4, 1), "mlp.c_proj.": (1, 4)}
+    for layer in range(LAYERS):
+        prefix = f"visual.transformer.resblocks.{layer}."
+        for name, (rows, columns) in matrices.items():
+            found[f"{prefix}{name}weight"] = (rows * WIDTH, columns * WIDTH)
+            found[f"{prefix}{name}bias"] = (rows * WIDTH,)
+    norms = [f"transformer.resblocks.{n}.ln_{k}" for n in range(LAYERS) for k in (1, 2)]
+    for name in (*norms, "ln_pre", "ln_post"):
+        found |= {f"visual.{name}.{kind}": (WIDTH,) for kind in ("weight", "bias")}
+    return found
+
+
+def make(folder: Path) -> None:
+    """Two models: one random, one a small step away from it."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    tensors = {name: 0.02 * torch.randn(shape) for name, shape in shapes().items()}
+    for name in ("base", "finetuned"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "open_clip_config.json").write_text(json.dumps(CONFIG))
+        save_file(tensors, folder / name / "open_clip_model.safetensors")
+        tensors = {n: tensor + 1e-3 * torch.randn(tensor.shape) for n, tensor in tensors.items()}
+
+
+def floor(folder: Path, output: Path, size: int) -> None:
+    """Read both models and write as many bytes as the vector has."""
+    buffer = memoryview(bytearray(PIECE))
+    for name in ("base", "finetuned"):
+        with (folder / name / "open_clip_model.safetensors").open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    with output.open("wb", buffering=0) as file:
+        for start in range(0, size, PIECE):
+            file.write(buffer[: min(PIECE, size - start)])
+
+
+def memory(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def extract(folder: Path, output: Path) -> None:
+    from atlas_cli.bases import open_base
+    from atlas_cli.extract import Options, extract_to
+    from atlas_cli.sources import locate, parse_reference
+
+    base, finetuned = (locate(parse_reference(str(folder / n))) for n in ("base", "finetuned"))
+    extract_to(output, "random", open_base(base, "visual"), finetuned, Options())
+
+
+def measure(folder: Path, runs: int) -> dict[str, float]:
+    """In a process of its own: the peak of the first run, then times taken in turn."""
+    import atlas_cli.extract  # noqa: F401
+
+    output = folder / "out.safetensors"
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+    before = memory("VmRSS")
+    extract(folder, output)
+    peak = memory("VmHWM") - before
+    size = output.stat().st_size
+    times: dict[str, list[float]] = {"floor": [], "extract": []}
+    for _ in range(runs):
+        for name, run in (("floor", lambda: floor(folder, output, size)), ("extract", None)):
+            output.unlink(missing_ok=True)
+            os.sync()
+            start = time.perf_counter()
+            run() if run else extract(folder, output)
+            times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return {
+        "parameters": sum(math.prod(shape) for shape in shapes().values()),
+        "vector_mb": round(size / 1e6, 1),
+        "peak_mb": round(peak / 1e6, 1),
+        "floor_s": round(medians["floor"], 3),
+        "extract_s": round(medians["extract"], 3),
+        "ratio": round(medians["extract"] / medians["floor"], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--work", type=Path, help="keep the models here")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, options.runs), indent=2))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.work or Path(temporary)
+        if not (folder / "finetuned").exists():
+            make(folder)
+        command = [sys.executable, __file__, "--measure", str(folder), "--runs", str(options.runs)]
+        subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

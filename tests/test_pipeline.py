@@ -1,0 +1,84 @@
+"""Commands join up in real pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_open_clip
+from safetensors.torch import load_file, save_file
+
+ATLAS = f"{sys.executable} -m atlas_cli"
+JSON = f"{sys.executable} -m json.tool"
+
+
+def bash(script: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", f"set -o pipefail; {script}"]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    """A base, and the same model with every weight of the image tower moved a little."""
+    base = write_open_clip(tmp_path / "base")
+    tuned = write_open_clip(tmp_path / "tuned")
+    path = tuned / "open_clip_model.safetensors"
+    weights = load_file(path)
+    random = torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        if name.startswith("visual."):
+            weights[name] = tensor + 0.01 * torch.randn(tensor.shape, generator=random)
+    save_file(weights, path, {"format": "pt"})
+    return base, tuned
+
+
+def test_extract_inspect_and_a_json_reader(models: tuple[Path, Path], tmp_path: Path):
+    base, tuned = models
+    done = bash(f"{ATLAS} extract {base} {tuned} -o - | {ATLAS} inspect - --json | {JSON}")
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr.replace("relative error", "")
+    [vector] = json.loads(done.stdout)["vectors"]
+    weights = [load_file(folder / "open_clip_model.safetensors") for folder in models]
+    names = [name for name in weights[0] if name.startswith("visual.")]
+    before = torch.cat([weights[0][name].double().flatten() for name in names])
+    after = torch.cat([weights[1][name].double().flatten() for name in names])
+    wanted = ((after - before).norm() / before.norm()).item()
+    assert vector["file"] == "-"
+    assert {block["name"].removeprefix("visual.") for block in vector["blocks"]} == {
+        name.removeprefix("visual.") for name in names
+    }
+    assert vector["parameters"] == len(before)
+    assert vector["relative_norm"] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("storage", ["--dtype fp16", "--dtype bf16", "--dtype int8", "--rank 2"])
+def test_every_storage_passes_through_the_pipe(models: tuple[Path, Path], storage: str):
+    base, tuned = models
+    done = bash(f"{ATLAS} extract {base} {tuned} {storage} -q -o - | {ATLAS} inspect - --json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 0 < json.loads(done.stdout)["vectors"][0]["worst_error"] < 1
+
+
+def test_scaling_by_minus_one_turns_a_vector_round(models: tuple[Path, Path], tmp_path: Path):
+    base, tuned = models
+    file = tmp_path / "v.safetensors"
+    done = bash(
+        f"{ATLAS} extract {base} {tuned} -q -o {file} && "
+        f"{ATLAS} extract {base} {tuned} -q --scale -1 -o - | {ATLAS} inspect {file} - --json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["comparison"]["cosine"][0][1] == pytest.approx(-1)
+    assert [vector["scale"] for vector in found["vectors"]] == [1, -1]
+
+
+def test_a_failure_upstream_is_no_result_downstream(models: tuple[Path, Path]):
+    base, _ = models
+    done = bash(f"{ATLAS} extract {base} {base} -o - | {ATLAS} inspect - --json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "atlas: error: stdin: is empty" in done.stderr.splitlines()

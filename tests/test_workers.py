@@ -1,0 +1,38 @@
+"""Results come in order, errors come through, and torch is left as it was."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from atlas_cli.workers import in_order
+
+
+def test_results_come_in_the_order_of_the_items():
+    def slow_first(number: int) -> int:
+        time.sleep(0.02 * (3 - number))
+        return number * number
+
+    assert list(in_order(slow_first, range(4), workers=4)) == [0, 1, 4, 9]
+
+
+def test_a_worker_has_one_thread_and_torch_keeps_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert list(in_order(lambda _: torch.get_num_threads(), "ab")) == [1, 1]
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_an_error_stops_the_work():
+    done = []
+
+    def fail(number: int) -> None:
+        done.append(number)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        list(in_order(fail, range(1000), workers=1))
+    assert len(done) < 1000
