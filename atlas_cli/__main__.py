@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
 
+_INTERRUPTED = 130
 _interrupts: list[int] = []
 
 
@@ -29,7 +31,11 @@ def run() -> None:
         if not _interrupts:
             raise
         sys.stderr.write("atlas: interrupted\n")
-        code = 130
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

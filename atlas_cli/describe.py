@@ -13,8 +13,9 @@ from atlas_cli.checkpoint import read_metadata
 from atlas_cli.core import geometry
 from atlas_cli.core.places import Place, places
 from atlas_cli.core.storage import Block
+from atlas_cli.headers import BlockInfo
 from atlas_cli.sources import Source
-from atlas_cli.vectors import BlockInfo, TaskVector
+from atlas_cli.vectors import TaskVector
 from atlas_cli.workers import in_order
 
 RANKS = (1, 4, 16, 64)

@@ -61,7 +61,7 @@ def open_difference(source: Source, base: LazyTensors, choice: Choice) -> Differ
     raw = open_tensors(source.weights, choice.allow)
     if raw.keys() <= {"weight", "bias"}:
         raise CheckpointError(f"{where}: is a classification head (weight, bias), not a model")
-    if is_adapter(raw):
+    if is_adapter(source, raw):
         return _of_adapter(source, raw, base, choice)
     if is_linearised(raw):
         tensors = open_linearised(raw, base, where)

@@ -22,9 +22,10 @@ from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.differences import Choice, Difference, open_difference
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.files import whole_file
+from atlas_cli.headers import BlockInfo, Header, to_metadata
 from atlas_cli.labels import block_order, fulfilled, promised, room_for
 from atlas_cli.sources import Source
-from atlas_cli.vectors import BlockInfo, Header, stored_tensors, to_metadata
+from atlas_cli.vectors import stored_tensors
 
 _LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent
 

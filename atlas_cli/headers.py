@@ -1,47 +1,93 @@
-"""Task vectors whose header has been checked against itself and against the stored values."""
+"""The header of a task-vector file: where the vector came from, and what blocks it has."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from atlas_cli.core import geometry
-from atlas_cli.core.storage import Block, Factors
+from atlas_cli.checkpoint import read_metadata
 from atlas_cli.errors import CheckpointError
-from atlas_cli.vectors import BlockInfo, Header, TaskVector, open_vector, read_header
 
 STORAGES = ("fp32", "fp16", "bf16", "int8", "factors")
 _TEXTS = ("name", "activation", "scope", "fingerprint", "atlas")
 _OBJECTS = ("base", "finetuned", "architecture")
+FORMAT = "atlas.task_vector"
+VERSION = 1
 
 
-def open_checked(path: Path) -> TaskVector:
-    """A task vector whose header is sound; blocks are checked when they are read."""
-    check_header(path, read_header(path))
-    vector = open_vector(path)
-    infos = {info.name: info for info in vector.header.blocks}
+@dataclass(frozen=True)
+class BlockInfo:
+    """What is known of a block without reading it.
 
-    def read(name: str) -> Block:
-        block = vector.read(name)
-        check_factors(path, name, block)
-        _check_norm(path, infos[name], geometry.norm(block))
-        return block
-
-    return TaskVector(vector.header, read)
-
-
-def _check_norm(path: Path, info: BlockInfo, found: float) -> None:
-    """Refuse values that are not those the header speaks of.
-
-    The norm of what is stored differs from |tau| by no more than the error of storage.
+    `storage` is fp32, fp16, bf16, int8 or factors; `starts` are the first rows of the parts of a
+    factorised block. `norm` is |tau|, `base_norm` |theta0|, `error` the relative error of storage.
     """
-    if not math.isfinite(found):
-        raise CheckpointError(f"{path}: block {info.name} holds values that are not finite")
-    if abs(found - info.norm) > (info.error + 1e-3) * info.norm + 1e-30:
+
+    name: str
+    shape: tuple[int, ...]
+    storage: str
+    norm: float
+    base_norm: float
+    error: float
+    starts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Header:
+    """The provenance of a task vector, and the list of its blocks."""
+
+    name: str
+    base: dict[str, Any]
+    finetuned: dict[str, Any]
+    architecture: dict[str, Any]
+    activation: str
+    scope: str
+    scale: float
+    fingerprint: str
+    blocks: tuple[BlockInfo, ...]
+    dropped: tuple[str, ...] = ()
+    linearised: bool = False
+    atlas: str = ""
+    format: str = FORMAT
+    version: int = VERSION
+
+
+def to_metadata(header: Header) -> dict[str, str]:
+    """A header as safetensors metadata."""
+    text = json.dumps(dataclasses.asdict(header), sort_keys=True, ensure_ascii=False)
+    return {"format": "pt", "atlas": text}
+
+
+def read_header(path: Path) -> Header:
+    """The header of a task-vector file. Raises CheckpointError for any other file."""
+    text = read_metadata(path).get("atlas")
+    if text is None:
         raise CheckpointError(
-            f"{path}: block {info.name} has norm {found:.4g}, but its header says {info.norm:.4g}"
+            f"{path}: is not a task vector; make one with: atlas extract BASE {path} -o VECTOR"
         )
+    try:
+        found = json.loads(text)
+        if (found["format"], found["version"]) != (FORMAT, VERSION):
+            kind = f"{found['format']} version {found['version']}"
+            raise CheckpointError(f"{path}: is {kind}; this atlas reads {FORMAT} {VERSION}")
+        found["blocks"] = tuple(_block_info(block) for block in found["blocks"])
+        found["dropped"] = tuple(found["dropped"])
+        header = Header(**found)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise CheckpointError(
+            f"{path}: its task-vector header is damaged: {problem!r}"
+        ) from problem
+    check_header(path, header)
+    return header
+
+
+def _block_info(found: dict[str, Any]) -> BlockInfo:
+    found = {**found, "shape": tuple(found["shape"]), "starts": tuple(found["starts"])}
+    return BlockInfo(**found)
 
 
 def check_header(path: Path, header: Header) -> None:
@@ -81,22 +127,6 @@ def _check_info(path: Path, block: BlockInfo) -> None:
         value = getattr(block, field)
         if not _is_number(value) or value < 0:
             raise _damaged(path, f"block {block.name}: {field} is not a number from 0 up")
-
-
-def check_factors(path: Path, name: str, block: Block) -> None:
-    """Raise CheckpointError for factors whose product is not of the shape of their block."""
-    if not isinstance(block, Factors):
-        return
-    rows, columns = block.shape[0], math.prod(block.shape[1:])
-    for part in block.parts:
-        matrices = part.up.dim() == part.down.dim() == 2
-        if not (
-            matrices
-            and part.up.shape[1] == part.down.shape[0]
-            and part.down.shape[1] == columns
-            and part.start + part.up.shape[0] <= rows
-        ):
-            raise CheckpointError(f"{path}: block {name} is not stored as its header says")
 
 
 def _is_number(value: object) -> bool:

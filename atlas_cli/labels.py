@@ -17,8 +17,8 @@ from atlas_cli.checkpoint import header_text
 from atlas_cli.core.fingerprint import fingerprint
 from atlas_cli.differences import Difference
 from atlas_cli.errors import MismatchError
+from atlas_cli.headers import BlockInfo, Header, to_metadata
 from atlas_cli.sources import Source
-from atlas_cli.vectors import BlockInfo, Header, to_metadata
 
 _LONGEST_NUMBER = -1.234567e-100
 _LONGEST_OFFSET = 10**12

@@ -79,9 +79,10 @@ class _Piece:
         return Part(self.start, up * self.scale, down)
 
 
-def is_adapter(tensors: LazyTensors) -> bool:
-    """Whether names are those that PEFT gives to the factors of LoRA."""
-    return any(".lora_A." in name or ".lora_embedding_A" in name for name in tensors)
+def is_adapter(source: Source, tensors: LazyTensors) -> bool:
+    """Whether a source is an adapter of PEFT, by the name of its file or of its tensors."""
+    named = source.weights[0].name.startswith("adapter_model.")
+    return named or any(".lora_A." in name for name in tensors)
 
 
 def open_adapter(

@@ -2,65 +2,25 @@
 
 A safetensors file. A dense block is one tensor under its own name; an 8-bit block adds
 `NAME#scale`; the parts of a low-rank block are `NAME#up0`, `NAME#down0`, `NAME#up1`, ...
-The metadata key `atlas` holds one JSON object: see `Header`.
+The metadata key `atlas` holds one JSON object: see headers.Header.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from atlas_cli.checkpoint import open_safetensors, read_metadata
+from atlas_cli.checkpoint import open_safetensors
+from atlas_cli.core import geometry
 from atlas_cli.core.fingerprint import digest, fingerprint
 from atlas_cli.core.storage import Block, Dense, Factors, Part, Quantised
 from atlas_cli.errors import CheckpointError, MismatchError
+from atlas_cli.headers import BlockInfo, Header, read_header
 from atlas_cli.tensors import LazyTensor, LazyTensors
-
-FORMAT = "atlas.task_vector"
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class BlockInfo:
-    """What is known of a block without reading it.
-
-    `storage` is fp32, fp16, bf16, int8 or factors; `starts` are the first rows of the parts of a
-    factorised block. `norm` is |tau|, `base_norm` |theta0|, `error` the relative error of storage.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    storage: str
-    norm: float
-    base_norm: float
-    error: float
-    starts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Header:
-    """The provenance of a task vector, and the list of its blocks."""
-
-    name: str
-    base: dict[str, Any]
-    finetuned: dict[str, Any]
-    architecture: dict[str, Any]
-    activation: str
-    scope: str
-    scale: float
-    fingerprint: str
-    blocks: tuple[BlockInfo, ...]
-    dropped: tuple[str, ...] = ()
-    linearised: bool = False
-    atlas: str = ""
-    format: str = FORMAT
-    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -91,12 +51,6 @@ def stored_tensors(name: str, block: Block) -> dict[str, torch.Tensor]:
             }
 
 
-def to_metadata(header: Header) -> dict[str, str]:
-    """A header as safetensors metadata."""
-    text = json.dumps(dataclasses.asdict(header), sort_keys=True, ensure_ascii=False)
-    return {"format": "pt", "atlas": text}
-
-
 def open_vector(path: Path) -> TaskVector:
     """Open a task-vector file; blocks stay on disk until they are read."""
     header = read_header(path)
@@ -104,33 +58,20 @@ def open_vector(path: Path) -> TaskVector:
     blocks = {block.name: block for block in header.blocks}
     for block in header.blocks:
         _check_block(path, tensors, block)
-    return TaskVector(header, lambda name: _read_block(tensors, blocks[name]))
+    return TaskVector(header, lambda name: _read_block(path, tensors, blocks[name]))
 
 
-def read_header(path: Path) -> Header:
-    """The header of a task-vector file. Raises CheckpointError for any other file."""
-    text = read_metadata(path).get("atlas")
-    if text is None:
-        raise CheckpointError(
-            f"{path}: is not a task vector; make one with: atlas extract BASE {path} -o VECTOR"
-        )
-    try:
-        found = json.loads(text)
-        if (found["format"], found["version"]) != (FORMAT, VERSION):
-            kind = f"{found['format']} version {found['version']}"
-            raise CheckpointError(f"{path}: is {kind}; this atlas reads {FORMAT} {VERSION}")
-        found["blocks"] = tuple(_block_info(block) for block in found["blocks"])
-        found["dropped"] = tuple(found["dropped"])
-        return Header(**found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise CheckpointError(
-            f"{path}: its task-vector header is damaged: {problem!r}"
-        ) from problem
+def open_checked(path: Path) -> TaskVector:
+    """As open_vector, with every block that is read held against what the header says of it."""
+    vector = open_vector(path)
+    infos = {info.name: info for info in vector.header.blocks}
 
+    def read(name: str) -> Block:
+        block = vector.read(name)
+        _check_norm(path, infos[name], geometry.norm(block))
+        return block
 
-def _block_info(found: dict[str, Any]) -> BlockInfo:
-    found = {**found, "shape": tuple(found["shape"]), "starts": tuple(found["starts"])}
-    return BlockInfo(**found)
+    return TaskVector(vector.header, read)
 
 
 def _check_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> None:
@@ -146,17 +87,46 @@ def _check_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> None:
             raise CheckpointError(f"{path}: block {block.name} is not stored as its header says")
 
 
-def _read_block(tensors: LazyTensors, block: BlockInfo) -> Block:
+def _read_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> Block:
     if block.storage == "factors":
         parts = tuple(
             Part(start, *(tensors[f"{block.name}#{kind}{n}"].read() for kind in ("up", "down")))
             for n, start in enumerate(block.starts)
         )
-        return Factors(block.shape, parts)
+        factors = Factors(block.shape, parts)
+        _check_factors(path, block.name, factors)
+        return factors
     values = tensors[block.name].read()
     if block.storage == "int8":
         return Quantised(values, tensors[f"{block.name}#scale"].read())
     return Dense(values)
+
+
+def _check_norm(path: Path, info: BlockInfo, found: float) -> None:
+    """Refuse values that are not those the header speaks of.
+
+    The norm of what is stored differs from |tau| by no more than the error of storage.
+    """
+    if not math.isfinite(found):
+        raise CheckpointError(f"{path}: block {info.name} holds values that are not finite")
+    if abs(found - info.norm) > (info.error + 1e-3) * info.norm + 1e-30:
+        raise CheckpointError(
+            f"{path}: block {info.name} has norm {found:.4g}, but its header says {info.norm:.4g}"
+        )
+
+
+def _check_factors(path: Path, name: str, block: Factors) -> None:
+    """Raise CheckpointError for factors whose product is not of the shape of their block."""
+    rows, columns = block.shape[0], math.prod(block.shape[1:])
+    for part in block.parts:
+        matrices = part.up.dim() == part.down.dim() == 2
+        if not (
+            matrices
+            and part.up.shape[1] == part.down.shape[0]
+            and part.down.shape[1] == columns
+            and part.start + part.up.shape[0] <= rows
+        ):
+            raise CheckpointError(f"{path}: block {name} is not stored as its header says")
 
 
 def belongs(name: str, scope: str) -> bool:

@@ -30,8 +30,8 @@ from atlas_cli.core.storage import Dense, decode
 from atlas_cli.describe import VectorFacts, describe_vector, is_vector
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.grids import cosine_grid, norm_grids
-from atlas_cli.headers import open_checked
 from atlas_cli.sources import locate, parse_reference
+from atlas_cli.vectors import open_checked
 
 NAME = LAYER.format(0, ATTENTION)
 

@@ -345,6 +345,12 @@ def test_what_does_not_fit_is_an_error_unless_it_is_ignored(
     assert said == [f"{path}: left out, so as in the base: {left}"]
 
 
+def test_two_names_that_become_one_are_refused(folder: Path, tuned: Tensors, tmp_path: Path):
+    path = as_file(tuned | {"module.visual.proj": tuned["visual.proj"] + 1}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"two tensors would both be visual\.proj; one is"):
+        run(folder, path, tmp_path / "v.safetensors")
+
+
 def test_only_the_first_misfits_are_listed(
     folder: Path, base: Tensors, tuned: Tensors, tmp_path: Path
 ):
@@ -482,6 +488,26 @@ def test_the_same_inputs_give_the_same_bytes(
         run(folder, path, tmp_path / f"{name}.safetensors", form=form)
     first, second = ((tmp_path / f"{name}.safetensors").read_bytes() for name in ("v", "w"))
     assert first == second
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing(folder: Path, tuned: Tensors, tmp_path: Path):
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    path = as_file(tuned, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, path, tmp_path / "v.safetensors", advance=interrupt)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(folder: Path, tuned: Tensors, tmp_path: Path):
+    path = as_file(tuned, tmp_path)
+
+    def replace(count: int) -> None:
+        as_file({name: tensor + 1 for name, tensor in tuned.items()}, tmp_path)
+
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        run(folder, path, tmp_path / "v.safetensors", advance=replace)
 
 
 # Arithmetic -----------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"batches", "checkpoint", "errors", "layouts", "sources", "tensors", "vision"},
         {"torch"},
     ),
-    "vectors": ({"checkpoint", "core", "errors", "tensors"}, {"torch"}),
+    "headers": ({"checkpoint", "errors"}, set()),
+    "vectors": ({"checkpoint", "core", "errors", "headers", "tensors"}, {"torch"}),
     "lora": ({"core", "errors", "layouts", "models", "sources", "tensors"}, set()),
     "linearised": ({"errors", "tensors"}, {"torch"}),
     "differences": (
@@ -43,17 +44,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "bases": ({"errors", "models", "sources", "tensors", "vectors"}, set()),
     "labels": (
-        {"bases", "checkpoint", "core", "differences", "errors", "sources", "vectors"},
+        {"bases", "checkpoint", "core", "differences", "errors", "headers", "sources"},
         set(),
     ),
     "extract": (
         {"bases", "checkpoint", "core", "differences", "errors", "files", "labels", "sources"}
-        | {"vectors"},
+        | {"headers", "vectors"},
         {"torch"},
     ),
-    "headers": ({"core", "errors", "vectors"}, set()),
     "workers": (set(), {"torch"}),
-    "describe": ({"checkpoint", "core", "sources", "vectors", "workers"}, set()),
+    "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
     "grids": ({"compare", "describe"}, set()),
@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "commands": (
         {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
-        | {"census", "compare", "describe", "grids", "headers", "plots", "recipe", "sources"},
+        | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},
         {"typer", "rich"},
     ),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_open_clip
+from hub import Hub
 from safetensors.torch import load_file, save_file
 from test_extract import read, run
 
@@ -42,6 +43,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     transformers.CLIPModel(small_config()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_atlas(request: pytest.FixtureRequest):
+    """Atlas as a process of its own; `run` is the function from test_extract here."""
+    return request.getfixturevalue("run")
 
 
 def adapt(model: torch.nn.Module, folder: Path, **settings) -> Tensors:
@@ -177,6 +184,24 @@ def test_the_scope_decides_which_tower_of_an_adapter_is_taken(base: Path, tmp_pa
         run(base, tmp_path / "vision", tmp_path / "w.safetensors", Choice("text"))
 
 
+def test_an_adapter_on_the_hub_is_read_with_its_configuration(
+    base: Path, tmp_path: Path, run_atlas
+):
+    deltas = adapt(clip(base), tmp_path / "adapter")
+    torch.save({"lr": 1}, tmp_path / "adapter" / "training_args.bin")  # what a trainer leaves
+    with Hub() as hub:
+        commit = hub.add("me/cars-lora", tmp_path / "adapter")
+        result = run_atlas(
+            *("extract", base, "me/cars-lora", "-o", tmp_path / "out", "--scope", "all"),
+            **hub.env(tmp_path / "home"),
+            HF_HUB_OFFLINE="0",
+        )
+    path = tmp_path / "out" / "cars-lora.safetensors"
+    assert (result.code, result.out) == (0, f"{path}\n"), result.err
+    assert_equal(path, expected_of(deltas, shapes_of(base)))
+    assert open_vector(path).header.finetuned["commit"] == commit
+
+
 # open_clip's own modules ----------------------------------------------------------------------
 
 
@@ -255,7 +280,7 @@ def test_what_would_not_be_applied_exactly_is_refused_by_name(
 def test_another_kind_of_adapter_is_refused_by_name(base: Path, tmp_path: Path):
     config = peft.LoKrConfig(r=4, target_modules=["fc1"])
     peft.get_peft_model(clip(base), config).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(AtlasError, match="does not fit the base model|uses peft_type LOKR"):
+    with pytest.raises(CheckpointError, match=r"uses peft_type LOKR, .*which atlas does not"):
         run(base, tmp_path / "adapter", tmp_path / "v.safetensors")
 
 
@@ -286,7 +311,7 @@ def test_a_configuration_that_says_something_else_is_refused(
         (lambda t, n: t.update({n: t[n][:, :7].contiguous()}), r"has \(32, 32\) there"),
         (lambda t, n: t.update({"x.lora_magnitude": torch.ones(2)}), "is no factor of LoRA"),
         (
-            lambda t, n: t.update({n.replace("layers.0", "layers.9"): t[n] for n in list(t)}),
+            lambda t, n: t.update({n.replace("layers.0", "layers.9"): t[n] + 0 for n in list(t)}),
             r"layers\.9.* has no place in the base model",
         ),
     ],

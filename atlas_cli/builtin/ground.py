@@ -49,7 +49,7 @@ def _boxes(points: Points, across: float, down: float) -> Array:
     """The distance to a box in the middle of each unit cell, negative inside."""
     x = np.abs(points.x - np.floor(points.x) - 0.5) - across
     y = np.abs(points.y - np.floor(points.y) - 0.5) - down
-    return np.maximum(x, y)
+    return np.asarray(np.maximum(x, y))
 
 
 def _forest(points: Points, rng: np.random.Generator) -> Array:
@@ -106,7 +106,7 @@ def _beach(points: Points, rng: np.random.Generator) -> Array:
 def _desert(points: Points, rng: np.random.Generator) -> Array:
     ridge = points.y * 1.8 + 0.35 * clouds(rng, 5) + 0.1 * np.sin(3.0 * points.x)
     slope = ridge - np.floor(ridge)
-    return plain(SAND) + (0.14 - 0.26 * slope) + 0.02 * clouds(rng, 16)
+    return np.asarray(plain(SAND) + (0.14 - 0.26 * slope) + 0.02 * clouds(rng, 16))
 
 
 def _orchard(points: Points, rng: np.random.Generator) -> Array:

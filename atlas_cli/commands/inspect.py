@@ -98,7 +98,7 @@ def _measure(sources: Sequence[Source], arch: str | None, quiet: bool) -> Report
     from atlas_cli.census import describe_model  # torch is slow: only with good inputs
     from atlas_cli.compare import block_count, compare
     from atlas_cli.describe import describe_vector, is_vector
-    from atlas_cli.headers import open_checked
+    from atlas_cli.vectors import open_checked
 
     given = [source for source in sources if source.reference.text == "-" or is_vector(source)]
     models = tuple(describe_model(source, arch) for source in sources if source not in given)

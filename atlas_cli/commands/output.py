@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from atlas_cli.errors import AtlasError
 
 CLOSED = "stdout was closed before everything was written"
+_PIECE = 1 << 15  # half of what a pipe holds
 
 
 def emit(result: object, *, as_json: bool = False) -> None:
@@ -61,13 +62,15 @@ def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
 def write(text: str) -> None:
     """Write text to stdout, all of it or an error."""
     with _stdout() as stdout:
-        stdout.write(text)
+        for start in range(0, len(text), _PIECE):  # a reader that left is noticed between pieces
+            stdout.write(text[start : start + _PIECE])
+            stdout.flush()
 
 
 def write_file(file: BinaryIO) -> None:
     """Copy a file to stdout, all of it or an error."""
     with _stdout() as stdout:
-        shutil.copyfileobj(file, stdout.buffer, 1 << 20)
+        shutil.copyfileobj(file, stdout.buffer, _PIECE)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _add(total: torch.Tensor, stack: Stack, span: Range, weights: torch.Tensor) 
 
 
 def _dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
-    """T[:, span] @ gradient[span], one number per vector; tiles in float32, their sum in float64."""
+    """T[:, span] @ gradient[span], one number per vector, summed over tiles in float64."""
     total = torch.zeros(len(stack.members), dtype=torch.float64, device=gradient.device)
     match stack:
         case DenseStack(_, values):

@@ -12,7 +12,27 @@ import pytest
 from atlas_cli.builtin import CONTROL, MODELS, TASKS, draw, label_of, model_folder
 from atlas_cli.builtin.concepts import CLASSES
 
-PINNED: dict[tuple[str, str, int], str] = {}
+# The first 16 digits of the SHA-256 of the bytes.
+PINNED = {
+    ("digits", "train", 0): "3d0c14efc80bfdc6",
+    ("digits", "test", 500): "4ffd29a3d511a7b6",
+    ("letters", "train", 1): "e043c28912e0f145",
+    ("letters", "test", 501): "b75e3c904f233278",
+    ("house_numbers", "train", 2): "a8b2db18f13545b0",
+    ("house_numbers", "test", 502): "ae7ec5be8f3e3c2f",
+    ("signs", "train", 3): "85dcb3e02a1e5719",
+    ("signs", "test", 503): "fe02f32636b23180",
+    ("textures", "train", 4): "d9a8836952cb4002",
+    ("textures", "test", 504): "3cca5ff285a8e29e",
+    ("terrain", "train", 5): "178fb40fe765919b",
+    ("terrain", "test", 505): "0145d3b31ccb9427",
+    ("counts", "train", 6): "8bbf039996fdeca6",
+    ("counts", "test", 506): "4d272abde6831db2",
+    ("silhouettes", "train", 7): "185cf8336c194e25",
+    ("silhouettes", "test", 507): "f3f83f4288c55483",
+    ("everything", "train", 8): "54363c8ec2d30c59",
+    ("everything", "test", 508): "dab4481f1bac886d",
+}
 
 
 @pytest.mark.parametrize(("where", "start"), PINNED.items())
@@ -39,7 +59,7 @@ def test_another_seed_gives_another_image() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_no_image_is_in_two_splits(task: str) -> None:
-    count = min(200, TASKS[task].sizes["test"])
+    count = 100
     seen = [
         {draw(task, split, index).tobytes() for index in range(count)}
         for split in ("train", "val", "test")
