@@ -17,7 +17,7 @@ import torch
 from atlas_cli.bases import Base
 from atlas_cli.checkpoint import TensorStream
 from atlas_cli.core import storage
-from atlas_cli.core.fingerprint import Digests
+from atlas_cli.core.fingerprint import digest
 from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.differences import Choice, Difference, open_difference
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
@@ -80,13 +80,11 @@ def extract(
         options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
     header = promised(name, base, finetuned, difference, options.scale)
     stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
-    with ThreadPoolExecutor() as pool, _threads(options.form):
+    with ThreadPoolExecutor(1) as pool, _threads(options.form):
         origin = pool.submit(finetuned.provenance)
         if not base.provenance:
             base.provenance.append(pool.submit(base.source.provenance))
-        digests = Digests(pool, base.digests)
-        infos = list(_write(stream, base, difference, options, digests))
-        digests.finish()
+        infos = list(_write(stream, base, difference, options))
     header = dataclasses.replace(
         fulfilled(header, infos, base, difference),
         base=base.provenance[0].result(),
@@ -97,7 +95,7 @@ def extract(
 
 @contextmanager
 def _threads(form: Form) -> Iterator[None]:
-    """One thread subtracts as fast as memory allows; the others have two files to hash."""
+    """One thread subtracts as fast as memory allows, beside another that hashes the files."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if form.is_low_rank else 1)
     try:
@@ -121,12 +119,13 @@ def _check(base: Base, finetuned: Source, difference: Difference, form: Form) ->
 
 
 def _write(
-    stream: TensorStream, base: Base, difference: Difference, options: Options, digests: Digests
+    stream: TensorStream, base: Base, difference: Difference, options: Options
 ) -> Iterator[BlockInfo]:
     """Write every block that changed, and tell of every block; norm 0 means unchanged."""
     for name in block_order(base):
         values = base.blocks[name].read().float()
-        digests.add(name, values)
+        if name not in base.digests:
+            base.digests[name] = digest(name, values)
         change = difference.blocks.get(name)
         exact = storage.scaled(change(values), options.scale) if change else None
         block, info = _encoded(name, values, exact, options.form)

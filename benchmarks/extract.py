@@ -77,9 +77,11 @@ def floor(folder: Path, output: Path, size: int) -> None:
         with (folder / name / "open_clip_model.safetensors").open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-    with output.open("wb", buffering=0) as file:
+    part = output.with_suffix(".part")
+    with part.open("wb", buffering=0) as file:
         for start in range(0, size, PIECE):
             file.write(buffer[: min(PIECE, size - start)])
+    part.replace(output)
 
 
 def memory(field: str) -> int:
@@ -112,8 +114,6 @@ def medians(folder: Path, runs: int, *, cached: bool) -> dict[str, float]:
     times: dict[str, list[float]] = {"floor": [], "extract": []}
     for _ in range(runs):
         for name in times:
-            output.unlink()
-            os.sync()
             if not cached:
                 evict(folder)
             start = time.perf_counter()

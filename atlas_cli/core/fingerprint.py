@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
-
-_MOST_WAITING = 4
 
 
 def digest(name: str, values: torch.Tensor) -> bytes:
@@ -27,28 +23,3 @@ def fingerprint(scope: str, digests: Mapping[str, bytes]) -> str:
     for name in sorted(digests):
         found.update(digests[name])
     return found.hexdigest()
-
-
-class Digests:
-    """The digests of many blocks, computed by a pool while the caller goes on."""
-
-    def __init__(self, pool: Executor, known: dict[str, bytes]) -> None:
-        self._pool = pool
-        self._known = known
-        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Have a block hashed, unless that was done before. Few blocks are kept waiting."""
-        if name not in self._known:
-            self._waiting.append((name, self._pool.submit(digest, name, values)))
-        while len(self._waiting) > _MOST_WAITING:
-            self._take()
-
-    def finish(self) -> None:
-        """Wait until all blocks are among those known."""
-        while self._waiting:
-            self._take()
-
-    def _take(self) -> None:
-        name, found = self._waiting.popleft()
-        self._known[name] = found.result()

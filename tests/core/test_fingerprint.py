@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
-from atlas_cli.core.fingerprint import Digests, digest, fingerprint
+from atlas_cli.core.fingerprint import digest, fingerprint
 
 VALUES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 
@@ -33,15 +31,3 @@ def test_every_value_name_shape_and_the_scope_matter():
     ]
     found = {of(VALUES), of(VALUES, "all"), *(of(other) for other in others)}
     assert len(found) == len(others) + 2
-
-
-def test_digests_made_beside_are_the_same_and_made_once():
-    blocks = {f"block.{number}": torch.full((3,), float(number)) for number in range(20)}
-    known: dict[str, bytes] = {"block.0": b"known"}
-    with ThreadPoolExecutor(2) as pool:
-        digests = Digests(pool, known)
-        for name, values in blocks.items():
-            digests.add(name, values)
-        digests.finish()
-    expected = {name: digest(name, values) for name, values in blocks.items()}
-    assert known == expected | {"block.0": b"known"}
