@@ -416,7 +416,9 @@ for number in range(10 * times):
     path.unlink(missing_ok=True)
     if number % 2:
         path.write_bytes(b"old")
-    seen["killed"] += forked(chance.uniform(0, took))[1]
+    killed = forked(chance.uniform(0, took))[1]
+    seen["killed"] += killed
+    took *= 1.0 if killed else 0.9  # it was done already: aim earlier
     content = path.read_bytes() if path.exists() else None
     kind = {None: "nothing", b"old": "old", whole: "whole"}.get(content, "broken")
     seen[kind] += 1
