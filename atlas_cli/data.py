@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -275,8 +274,3 @@ def few_shot(dataset: Dataset, shots: int, seed: int) -> Dataset:
 
 def _rank(key: str, seed: int) -> tuple[bytes, str]:
     return hashlib.sha256(f"{seed}:{Path(key).stem}".encode()).digest(), key
-
-
-def class_counts(dataset: Dataset) -> Counter[int | None]:
-    """How many images each class has."""
-    return Counter(sample.label for sample in dataset.samples)
