@@ -8,20 +8,35 @@ import sys
 from types import FrameType
 
 _INTERRUPTED = 130
+_AGAIN = 3.0  # seconds after which an interrupt that something swallowed is raised anew
 _interrupts: list[int] = []
+_main_process = os.getpid()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the work. Within an import, end the process: libraries may swallow the exception there,
+    and nothing has been begun that would need an orderly end.
+    """
     _interrupts.append(number)
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+    while frame is not None and os.getpid() == _main_process:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _leave("atlas: interrupted\n")
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def run() -> None:
-    """Run the command line and leave with its exit code.
+def _leave(message: str = "") -> None:
+    """End at once: an interpreter that was interrupted within exec() ends by a signal instead."""
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED)
 
-    An interrupt may surface as another exception when it hits the import of a C extension; it
-    is an interrupt all the same.
-    """
+
+def run() -> None:
+    """Run the command line and leave with its exit code."""
     try:
         signal.signal(signal.SIGINT, _interrupt)
         from atlas_cli.commands.app import main
@@ -30,12 +45,9 @@ def run() -> None:
     except BaseException:
         if not _interrupts:
             raise
-        sys.stderr.write("atlas: interrupted\n")
-        code = _INTERRUPTED
+        _leave("atlas: interrupted\n")
     if code == _INTERRUPTED:
-        # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
-        sys.stderr.flush()
-        os._exit(code)
+        _leave()
     sys.exit(code)
 
 
