@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from atlas_cli.core.blocks import Layout, Placement, Scattered, Segments, indice
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
 
 Tensors = Mapping[str, torch.Tensor]
-_TILE = 1 << 16  # elements of one vector handled at a time: n float32 tiles stay in the cache
+# Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
+Spread = Callable[[Callable[[str], Any], Iterable[str]], Iterable[Any]]
+_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a vector expanded at a time
 
 
 @dataclass(frozen=True)
@@ -107,63 +109,87 @@ class Composition:
         return self.vectors, len(self.layout.labels)
 
 
-def compose(composition: Composition, coefficients: torch.Tensor) -> dict[str, torch.Tensor]:
+def compose(
+    composition: Composition, coefficients: torch.Tensor, spread: Spread = map
+) -> dict[str, torch.Tensor]:
     """The composed tensors by name, differentiable in `coefficients`, (vectors, columns).
 
     The backward pass reads the vectors once more, T vec(G) per block, and saves none of them.
     """
-    composed = _Compose.apply(coefficients, composition)  # type: ignore[no-untyped-call]
+    composed = _Compose.apply(coefficients, composition, spread)  # type: ignore[no-untyped-call]
     return dict(zip(composition.stacks, composed, strict=True))
 
 
 class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, coefficients: torch.Tensor, composition: Composition
+        ctx: Any, coefficients: torch.Tensor, composition: Composition, spread: Spread
     ) -> tuple[torch.Tensor, ...]:
-        ctx.composition = composition
-        ctx.like = coefficients
+        ctx.composition, ctx.spread, ctx.like = composition, spread, coefficients
         values = coefficients.detach().float()
-        return tuple(compose_block(composition, name, values) for name in composition.stacks)
+        blocks = spread(lambda name: compose_block(composition, name, values), composition.stacks)
+        return tuple(blocks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None]:
-        table = torch.zeros_like(ctx.like, dtype=torch.float64)
-        for name, gradient in zip(ctx.composition.stacks, gradients, strict=True):
-            if gradient is not None:
-                add_gradient(ctx.composition, name, gradient, table)
-        return table.to(ctx.like.dtype), None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+        given = dict(zip(ctx.composition.stacks, gradients, strict=True))
+        found = {name: gradient for name, gradient in given.items() if gradient is not None}
+        table = coefficient_gradient(ctx.composition, found, ctx.spread)
+        return table.to(ctx.like.dtype), None, None
 
 
-def compose_block(composition: Composition, name: str, coefficients: torch.Tensor) -> torch.Tensor:
-    """theta0 + lambda^T T of one block, accumulated in float32."""
-    base = composition.base[name]
-    total = base.detach().to(torch.float32, copy=True).contiguous().flatten()
+def coefficient_gradient(
+    composition: Composition, gradients: Tensors, spread: Spread = map
+) -> torch.Tensor:
+    """T vec(G) of every block, summed over the blocks that share a coefficient, in float64."""
+    first = next(iter(composition.base.values()))
+    total = torch.zeros(composition.shape, dtype=torch.float64, device=first.device)
+    parts = spread(lambda name: list(_dots(composition, name, gradients[name])), gradients)
+    for part in parts:
+        for members, columns, values in part:
+            total[members, columns] += values
+    return total
+
+
+def compose_block(
+    composition: Composition,
+    name: str,
+    coefficients: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """theta0 + lambda^T T of one block, accumulated in float32; in `into`, if it is given."""
+    base = composition.base[name].detach()
+    result = torch.empty_like(base, dtype=torch.float32) if into is None else into
+    total = result.view(-1)
+    start_from = base.reshape(-1)  # what the next stack adds to: the base, then the sum so far
     placement = composition.layout.placements[name]
     for stack in composition.stacks[name]:
         rows = coefficients[list(stack.members)]
+        if isinstance(stack, FactorStack) or isinstance(placement, Scattered):
+            total.copy_(start_from)
         if isinstance(placement, Scattered):
             _scatter_add(total, stack, placement, rows)
-            continue
-        for start, stop, column in _segments(placement):
-            _add(total, stack, (start, stop), rows[:, column])
-    return total.reshape(base.shape)
+        else:
+            for start, stop, column in _segments(placement):
+                _add(total, stack, (start, stop), rows[:, column], start_from)
+        start_from = total
+    return result
 
 
-def add_gradient(
-    composition: Composition, name: str, gradient: torch.Tensor, table: torch.Tensor
-) -> None:
-    """Add T vec(G) of one block to the columns of `table`, (vectors, columns), that scale it."""
+def _dots(
+    composition: Composition, name: str, gradient: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
+    """T vec(G) of one block: rows and columns of the table, and what is to be added there."""
     flat = gradient.detach().float().contiguous().flatten()
     placement = composition.layout.placements[name]
     for stack in composition.stacks[name]:
-        members = torch.tensor(stack.members, device=table.device)
+        members = torch.tensor(stack.members, device=flat.device)
         if isinstance(placement, Scattered):
             columns = slice(placement.first, placement.first + placement.parts)
-            table[members, columns] += _scattered_dot(flat, stack, placement)
+            yield members, columns, _scattered_dot(flat, stack, placement)
             continue
         for start, stop, column in _segments(placement):
-            table[members, column] += _dot(flat, stack, (start, stop))
+            yield members, column, _dot(flat, stack, (start, stop))
 
 
 def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
@@ -176,62 +202,56 @@ def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
 Range = tuple[int, int]
 
 
-def _add(total: torch.Tensor, stack: Stack, span: Range, weights: torch.Tensor) -> None:
-    """total[span] += weights @ T[:, span]."""
-    match stack:
-        case DenseStack(_, values):
-            for start, stop in _tiles(span):
-                total[start:stop].addmv_(values[:, start:stop].float().T, weights)
-        case QuantisedStack(_, codes, scales):
-            for rows, columns, start, stop in _row_tiles(span, codes):
-                tile = codes[:, rows, columns].float()
-                scaled = weights[:, None] * scales[:, rows]
-                total[start:stop] += torch.einsum("krc,kr->rc", tile, scaled).flatten()
-        case FactorStack():
-            span, width, inner = _factor_rows(stack, span)
-            up = stack.up[inner].float() * weights[stack.owner]
-            total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
+def _add(
+    total: torch.Tensor, stack: Stack, span: Range, weights: torch.Tensor, onto: torch.Tensor
+) -> None:
+    """total[span] = onto[span] + weights @ T[:, span]; factors find `onto` in `total` already."""
+    if isinstance(stack, FactorStack):
+        span, width, inner = _factor_rows(stack, span)
+        up = stack.up[inner].float() * weights[stack.owner]
+        total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
+        return
+    for start, stop, tile in _tiles(stack, span):
+        torch.addmv(onto[start:stop].float(), tile.T, weights, out=total[start:stop])
 
 
 def _dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
     """T[:, span] @ gradient[span], one number per vector, summed over tiles in float64."""
     total = torch.zeros(len(stack.members), dtype=torch.float64, device=gradient.device)
-    match stack:
-        case DenseStack(_, values):
-            for start, stop in _tiles(span):
-                total += values[:, start:stop].float() @ gradient[start:stop]
-        case QuantisedStack(_, codes, scales):
-            for rows, columns, start, stop in _row_tiles(span, codes):
-                tile = codes[:, rows, columns].float()
-                part = gradient[start:stop].view(tile.shape[1:])
-                total += (torch.einsum("krc,rc->kr", tile, part) * scales[:, rows]).sum(1)
-        case FactorStack():
-            span, width, inner = _factor_rows(stack, span)
-            part = gradient[slice(*span)].view(-1, width)
-            terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
-            total.index_add_(0, stack.owner, terms.double())
+    if isinstance(stack, FactorStack):
+        span, width, inner = _factor_rows(stack, span)
+        part = gradient[slice(*span)].view(-1, width)
+        terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
+        return total.index_add_(0, stack.owner, terms.double())
+    for start, stop, tile in _tiles(stack, span):
+        total += tile @ gradient[start:stop]
     return total
 
 
-def _tiles(span: Range) -> Iterator[Range]:
-    """Pieces of a range that a cache holds."""
-    start, stop = span
-    for first in range(start, stop, _TILE):
-        yield first, min(first + _TILE, stop)
-
-
-def _row_tiles(span: Range, codes: torch.Tensor) -> Iterator[tuple[slice, slice, int, int]]:
-    """Rows, columns and element range of the pieces of a range of an 8-bit stack."""
-    start, stop = span
-    _, rows, columns = codes.shape
-    if rows == 1:
-        for first, last in _tiles(span):
-            yield slice(0, 1), slice(first, last), first, last
+def _tiles(
+    stack: DenseStack | QuantisedStack, span: Range
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """A range of T in float32, in pieces that a cache holds: start, stop, (k, stop - start)."""
+    if isinstance(stack, DenseStack):
+        step = _step(stack.values)
+        for start in range(span[0], span[1], step):
+            stop = min(start + step, span[1])
+            yield start, stop, stack.values[:, start:stop].float()
         return
-    step = max(1, _TILE // columns)
-    for first in range(start // columns, stop // columns, step):
-        last = min(first + step, stop // columns)
-        yield slice(first, last), slice(None), first * columns, last * columns
+    count, rows, columns = stack.codes.shape
+    if rows == 1:  # one scale for all
+        for start, stop, tile in _tiles(DenseStack(stack.members, stack.codes[:, 0]), span):
+            yield start, stop, tile * stack.scales
+        return
+    step = max(1, _step(stack.codes) // columns)
+    for first in range(span[0] // columns, span[1] // columns, step):
+        some = slice(first, min(first + step, span[1] // columns))
+        tile = stack.codes[:, some].float().mul_(stack.scales[:, some, None])
+        yield some.start * columns, some.stop * columns, tile.view(count, -1)
+
+
+def _step(values: torch.Tensor) -> int:
+    return _TILE.get(values.device.type, 1 << 20)
 
 
 def _factor_rows(stack: FactorStack, span: Range) -> tuple[Range, int, slice]:
@@ -269,20 +289,14 @@ def _scattered_dot(gradient: torch.Tensor, stack: Stack, placement: Scattered) -
 
 def _dense_tiles(stack: Stack, size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Ranges of elements and the float32 values of every vector in them, (k, tile)."""
-    match stack:
-        case DenseStack(_, values):
-            for start, stop in _tiles((0, size)):
-                yield start, stop, values[:, start:stop].float()
-        case QuantisedStack(_, codes, scales):
-            for rows, columns, start, stop in _row_tiles((0, size), codes):
-                tile = codes[:, rows, columns].float() * scales[:, rows, None]
-                yield start, stop, tile.flatten(1)
-        case FactorStack(members, first, up, down, owner):
-            width = down.shape[1]
-            step = max(1, _TILE // width)
-            terms = [owner == i for i in range(len(members))]
-            for row in range(0, len(up), step):
-                some = up[row : row + step].float()
-                values = torch.stack([(some[:, t] @ down[t].float()).flatten() for t in terms])
-                start = (first + row) * width
-                yield start, start + values.shape[1], values
+    if not isinstance(stack, FactorStack):
+        yield from _tiles(stack, (0, size))
+        return
+    width = stack.down.shape[1]
+    step = max(1, _step(stack.up) // width)
+    terms = [stack.owner == i for i in range(len(stack.members))]
+    for row in range(0, len(stack.up), step):
+        some = stack.up[row : row + step].float()
+        values = torch.stack([(some[:, t] @ stack.down[t].float()).flatten() for t in terms])
+        start = (stack.start + row) * width
+        yield start, start + values.shape[1], values

@@ -1,0 +1,102 @@
+"""Random crops of many images at once: two small matrices per image, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_TRIES = 10
+_SCALE = (0.5, 1.0)  # share of the area that a crop keeps
+_RATIO = (3 / 4, 4 / 3)  # width over height of a crop
+_CUBIC = -0.5  # Pillow's bicubic filter
+
+
+@dataclass(frozen=True)
+class Crops:
+    """A box of every image, in pixels, and whether it is mirrored; each of shape (images,)."""
+
+    top: torch.Tensor
+    left: torch.Tensor
+    height: torch.Tensor
+    width: torch.Tensor
+    mirrored: torch.Tensor
+
+
+def whole_images(sizes: torch.Tensor) -> Crops:
+    """Every image as it is. `sizes` holds heights and widths, (images, 2)."""
+    zero = torch.zeros(len(sizes), dtype=torch.long)
+    return Crops(zero, zero, sizes[:, 0], sizes[:, 1], zero.bool())
+
+
+def draw_crops(sizes: torch.Tensor, generator: torch.Generator) -> Crops:
+    """A random box for every image, and a mirror image for half of them.
+
+    The area is uniform in half to all of the image and the ratio of sides log-uniform; of ten
+    draws the first that fits is taken, else the largest centred box of an allowed ratio.
+    """
+    count = len(sizes)
+    area = torch.empty(count, _TRIES).uniform_(*_SCALE, generator=generator)
+    low, high = (math.log(ratio) for ratio in _RATIO)
+    ratio = torch.empty(count, _TRIES).uniform_(low, high, generator=generator).exp()
+    places = torch.rand(count, 2, generator=generator)
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    height, width = sizes[:, :1].float(), sizes[:, 1:].float()
+    pixels = area * height * width
+    widths, heights = (pixels * ratio).sqrt().round(), (pixels / ratio).sqrt().round()
+    fits = (widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height)
+    first = fits.int().argmax(dim=1, keepdim=True)
+    chosen = fits.any(dim=1, keepdim=True)
+    wide = torch.where(chosen, widths.gather(1, first), width.minimum(height * _RATIO[1]).round())
+    tall = torch.where(chosen, heights.gather(1, first), height.minimum(width / _RATIO[0]).round())
+    centred = torch.where(chosen, places, torch.full_like(places, 0.5))
+    top = (centred[:, :1] * (height - tall + 1)).floor().minimum(height - tall)
+    left = (centred[:, 1:] * (width - wide + 1)).floor().minimum(width - wide)
+    return Crops(*(part.long().squeeze(1) for part in (top, left, tall, wide)), mirrored)
+
+
+def stack_images(images: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (3, height, width) of any sizes as one (images, 3, H, W) tensor, and their sizes."""
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    height, width = sizes.amax(dim=0).tolist()
+    stacked = torch.zeros(len(images), 3, height, width, dtype=images[0].dtype)
+    for number, image in enumerate(images):
+        stacked[number, :, : image.shape[1], : image.shape[2]] = image
+    return stacked, sizes
+
+
+def take(images: torch.Tensor, crops: Crops, size: int) -> torch.Tensor:
+    """The boxes of 8-bit images resized to `size` pixels square, as float32 in 0..255.
+
+    rows @ image @ columns^T, with the antialiased bicubic filter of Pillow in both matrices.
+    """
+    device = images.device
+    still = torch.zeros_like(crops.mirrored)
+    rows = _filter(crops.top, crops.height, still, (size, images.shape[2])).to(device)
+    columns = _filter(crops.left, crops.width, crops.mirrored, (size, images.shape[3])).to(device)
+    resized = rows[:, None] @ images.float() @ columns[:, None].transpose(2, 3)
+    return resized.clamp_(0, 255)
+
+
+def _filter(
+    start: torch.Tensor, length: torch.Tensor, mirrored: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """How much each pixel of a line counts in each pixel of its resized part, (images, *shape)."""
+    size, pixels = shape
+    places = torch.arange(size).expand(len(start), size)
+    places = torch.where(mirrored[:, None], size - 1 - places, places)
+    step = (length / size)[:, None]
+    centre = start[:, None] + (places + 0.5) * step
+    line = torch.arange(pixels)
+    distance = (line + 0.5 - centre[..., None]) / step.clamp(min=1)[..., None]
+    inside = (line >= start[:, None]) & (line < (start + length)[:, None])
+    weights = _cubic(distance.abs()) * inside[:, None]
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def _cubic(x: torch.Tensor) -> torch.Tensor:
+    near = ((_CUBIC + 2) * x - (_CUBIC + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * _CUBIC
+    return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))

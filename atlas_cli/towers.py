@@ -1,0 +1,186 @@
+"""A module that runs with composed tensors in place of its own, on one device or several cores."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
+
+# Below this many numbers, a module gains more from one core per part of a batch than from
+# several cores per operation; and its sums do not depend on how many cores there are.
+_SMALL = 20_000_000
+_PARTS = 4
+_AT_ONCE = 64  # images of a forward pass without gradients
+
+LossOf = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Crew:
+    """Threads that work on the parts of a batch, each with one core.
+
+    With one thread the same parts are worked on one after the other: the same numbers.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(
+            threads, initializer=torch.set_num_threads, initargs=(1,), thread_name_prefix="atlas"
+        )
+
+    def spread(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """function(item) for every item, in the order of the items."""
+        return list(self._pool.map(function, items))
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._pool.shutdown()
+
+
+@contextmanager
+def crew_for(module: torch.nn.Module, threads: int) -> Iterator[Crew | None]:
+    """A crew for a small module on the CPU; None where torch itself uses the device better."""
+    first = next(module.parameters())
+    if first.device.type != "cpu" or _size(module) > _SMALL:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            yield None
+        finally:
+            torch.set_num_threads(before)
+        return
+    before = torch.get_num_threads()
+    crew = Crew(threads)
+    torch.set_num_threads(1)
+    try:
+        yield crew
+    finally:
+        crew.close()
+        torch.set_num_threads(before)
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Tower:
+    """A module whose parameters named in a composition are composed before it runs.
+
+    `prefix` is what the composition puts before the module's own names. Buffers, such as the
+    statistics of batch normalisation, stay those of the module.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        composition: Composition,
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+    ) -> None:
+        self.composition = composition
+        self._crew = crew
+        self._spread = crew.spread if crew else map
+        self._composed = {
+            name: torch.empty_like(composition.base[name], dtype=torch.float32)
+            for name in composition.stacks
+        }
+        count = _PARTS if crew else 1
+        self._replicas = [
+            _replica(module, self._composed, prefix) for _ in range(count)
+        ]
+        self._half = next(module.parameters()).device.type == "cuda"
+
+    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Compose: from now on the module runs with these tensors."""
+        values = coefficients.detach().float()
+
+        def write(name: str) -> None:
+            compose_block(self.composition, name, values, self._composed[name])
+
+        with torch.no_grad():
+            list(self._spread(write, self._composed))
+        return self._composed
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch, without gradients."""
+
+        def run(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad(), self._precision():
+                return item[0].module(item[1]).float()  # type: ignore[no-any-return]
+
+        found = []
+        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
+            some = images[first : first + _AT_ONCE * len(self._replicas)]
+            found += list(self._spread(run, self._dealt(some)))
+        return torch.cat(found)
+
+    def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
+        """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
+
+        def forth(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.enable_grad(), self._precision():
+                return item[0].module(item[1])  # type: ignore[no-any-return]
+
+        parts = list(self._spread(forth, self._dealt(images)))
+        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
+        loss = loss_of(features)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert features.grad is not None
+        gradients = features.grad.split([len(part) for part in parts])
+
+        def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
+            item[0].backward(item[1].to(item[0].dtype))  # type: ignore[no-untyped-call]
+
+        list(self._spread(back, zip(parts, gradients, strict=True)))
+        return loss.detach()
+
+    def gradient(self) -> torch.Tensor:
+        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
+        summed: dict[str, torch.Tensor] = {}
+        for name in self._composed:
+            for replica in self._replicas:
+                parameter = replica.parameters[name]
+                if parameter.grad is not None:
+                    summed[name] = _sum(summed.get(name), parameter.grad)
+                    parameter.grad = None
+        return coefficient_gradient(self.composition, summed, self._spread)
+
+    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[_Replica, torch.Tensor]]:
+        """The batch in as many equal parts as there are replicas."""
+        parts = images.tensor_split(len(self._replicas))
+        return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cuda", torch.float16, enabled=self._half)
+
+
+def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if total is None else total.add_(gradient)
+
+
+class _Replica:
+    """A copy of the module that shares the composed tensors but has gradients of its own."""
+
+    def __init__(self, module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self.module = module
+        self.parameters = parameters
+
+
+def _replica(
+    module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+) -> _Replica:
+    """Copy the structure; share the tensors: the composed ones, and the module's for the rest."""
+    own = dict(module.named_parameters())
+    memo = {id(tensor): tensor for tensor in [*own.values(), *module.buffers()]}
+    twin = copy.deepcopy(module, memo)
+    parameters = {}
+    for name, tensor in composed.items():
+        path, _, leaf = name.removeprefix(prefix).rpartition(".")
+        parameters[name] = torch.nn.Parameter(tensor, requires_grad=True)
+        setattr(twin.get_submodule(path), leaf, parameters[name])
+    return _Replica(twin.eval(), parameters)
