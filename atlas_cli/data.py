@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -75,25 +76,31 @@ def expand_references(texts: Iterable[str]) -> list[str]:
     return expanded
 
 
-def open_dataset(text: str, *, split: str | None = None, templates: Sequence[str] = ()) -> Dataset:
+def open_dataset(
+    text: str,
+    *,
+    split: str | None = None,
+    templates: Sequence[str] = (),
+    preferred: Sequence[str] = ("test", "val"),
+) -> Dataset:
     """List the images behind a data reference. No image is opened.
 
-    Without `split`, the first of test and val that exists is taken, else the folder as it is.
+    Without `split`, the first of `preferred` that exists is taken, else the folder as it is.
     `templates` replaces those that come with the data.
     """
     (text,) = expand_references([text])
     scheme, _, rest = text.partition(":")
     if scheme == "builtin":
-        dataset = _from_builtin(text, rest, split)
+        dataset = _from_builtin(text, rest, split or preferred[0])
     elif scheme == "csv":
-        dataset = _from_table(text, Path(rest).expanduser(), split)
+        dataset = _from_table(text, Path(rest).expanduser(), split, preferred)
     else:
-        dataset = _from_folder(text, Path(text).expanduser(), split)
+        dataset = _from_folder(text, Path(text).expanduser(), split, preferred)
     return replace(dataset, templates=tuple(templates)) if templates else dataset
 
 
-def _from_builtin(text: str, name: str, split: str | None) -> Dataset:
-    task, split = builtin.TASKS[name], split or "test"
+def _from_builtin(text: str, name: str, split: str) -> Dataset:
+    task = builtin.TASKS[name]
     if split not in task.sizes:
         raise UsageError(f"{text} has no split '{split}'{nearest(split, task.sizes)}")
     samples = tuple(
@@ -106,7 +113,7 @@ def _from_builtin(text: str, name: str, split: str | None) -> Dataset:
 # Folders --------------------------------------------------------------------------------------
 
 
-def _from_folder(text: str, root: Path, split: str | None) -> Dataset:
+def _from_folder(text: str, root: Path, split: str | None, preferred: Sequence[str]) -> Dataset:
     if not root.is_dir():
         raise DataError(f"{text}: expected a folder, found a file (csv:{text} for a table)")
     folders = _folders(root)
@@ -117,7 +124,7 @@ def _from_folder(text: str, root: Path, split: str | None) -> Dataset:
         if folder.name in spellings
     }
     if folders and len(splits) == len(folders):
-        chosen = _choose_split(text, splits, split)
+        chosen = _choose_split(text, splits, [split] if split else preferred)
         keys = sorted({child.name for folder in splits.values() for child in _folders(folder)})
         return _from_classes(text, root, splits[chosen], chosen, keys)
     if split:
@@ -125,12 +132,12 @@ def _from_folder(text: str, root: Path, split: str | None) -> Dataset:
     return _from_classes(text, root, root, "all", [folder.name for folder in folders])
 
 
-def _choose_split(text: str, splits: dict[str, Path], wanted: str | None) -> str:
-    for name in [wanted] if wanted else ["test", "val"]:
+def _choose_split(text: str, splits: dict[str, Path], wanted: Sequence[str]) -> str:
+    for name in wanted:
         if name in splits:
             return name
     found = ", ".join(splits)
-    raise UsageError(f"{text}: no {wanted or 'test or val'} folder (it has {found}; use --split)")
+    raise UsageError(f"{text}: no {' or '.join(wanted)} folder (it has {found}; use --split)")
 
 
 def _from_classes(text: str, root: Path, folder: Path, split: str, keys: Sequence[str]) -> Dataset:
@@ -217,11 +224,11 @@ def _lines(path: Path) -> list[str]:
 # Tables ---------------------------------------------------------------------------------------
 
 
-def _from_table(text: str, path: Path, split: str | None) -> Dataset:
+def _from_table(text: str, path: Path, split: str | None, preferred: Sequence[str]) -> Dataset:
     """A CSV file with a column `path`, and optionally `label` and `split`."""
     rows = _rows(path)
     if split or "split" in rows[0]:
-        split = split or "test"
+        split = split or preferred[0]
         rows = [row for row in rows if row.get("split") == split]
         if not rows:
             raise DataError(f"{path}: no row has split '{split}'")
@@ -269,6 +276,16 @@ def few_shot(dataset: Dataset, shots: int, seed: int) -> Dataset:
                 f"{dataset.name}: class '{name}' has {len(members)} images, fewer than {shots}"
             )
         kept += sorted(members, key=lambda sample: _rank(sample.key, seed))[:shots]
+    return replace(dataset, samples=tuple(kept))
+
+
+def share_of(dataset: Dataset, fraction: float, seed: int) -> Dataset:
+    """A fraction of every class, rounded up, by the same ranks as few_shot."""
+    kept: list[Sample] = []
+    for label in range(len(dataset.classes)):
+        members = [sample for sample in dataset.samples if sample.label == label]
+        count = math.ceil(len(members) * fraction)
+        kept += sorted(members, key=lambda sample: _rank(sample.key, seed))[:count]
     return replace(dataset, samples=tuple(kept))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+import re
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -28,14 +30,159 @@ class EvalRecipe:
     seed: int = 0
 
 
-def read_recipe(text: str, where: str = "recipe") -> EvalRecipe:
+@dataclass(frozen=True)
+class FitRecipe:
+    """What `atlas fit` learns: images, a base, vectors, and how coefficients are found."""
+
+    data: str
+    model: str
+    vectors: list[str]
+    shots: str | int | float = "all"
+    split: str | None = None
+    templates: list[str] = dataclasses.field(default_factory=list)
+    select: str = "last"
+    granularity: str = "block"
+    groups: list[str] = dataclasses.field(default_factory=list)
+    epochs: int = 10
+    lr: float = 0.1
+    weight_decay: float = 0.1
+    batch_size: int = 128
+    accumulate: int = 1
+    min_steps: int = 10
+    clip: float = 1.0
+    penalty: str | None = None
+    augment: bool = True
+    linearised: bool = False
+    memory: str = "2GiB"
+    allow_target: bool = False
+    arch: str | None = None
+    text: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class VectorEntry:
+    """A task vector that a learned recipe scales: its name, its file and the file's sha256."""
+
+    name: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LearnedRecipe:
+    """What `fit` prints and `merge` takes: a base, vectors, and a coefficient for each block.
+
+    `coefficients` is the table itself or, for a large one, the safetensors file that holds it.
+    """
+
+    merge_method: str
+    base_model: str
+    vectors: list[VectorEntry]
+    coefficients: dict[str, dict[str, float]] | str
+    granularity: str = "block"
+    groups: list[str] = dataclasses.field(default_factory=list)
+    linearised: bool = False
+    scope: str = "visual"
+    seed: int = 0
+
+
+def check_fit(recipe: FitRecipe, where: str = "") -> FitRecipe:
+    """The recipe, if its values make sense. Raises UsageError with every problem found."""
+    checks = {
+        "vectors": (bool(recipe.vectors), "names no task vector"),
+        "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
+        "select": (_is_selection(recipe.select), "expected last, holdout, kfold or val:DATA"),
+        "granularity": (
+            bool(re.fullmatch(r"block|vector|qkv|partition:[1-9]\d{0,4}", recipe.granularity)),
+            "expected block, vector, qkv or partition:K",
+        ),
+        "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
+        "penalty": (recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0, _PENALTY),
+        "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),
+    }
+    lines = [
+        f"{where}{key}: {message}, found {getattr(recipe, key)!r}"
+        for key, (good, message) in checks.items()
+        if not good
+    ]
+    for key in ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip"):
+        if not getattr(recipe, key) > 0:
+            lines.append(f"{where}{key}: expected more than 0, found {getattr(recipe, key)}")
+    for key in ("weight_decay", "seed"):
+        if not getattr(recipe, key) >= 0:
+            lines.append(f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}")
+    if lines:
+        raise UsageError("\n".join(lines))
+    return recipe
+
+
+_PENALTY = "expected l1:WEIGHT or l2:WEIGHT"
+_UNITS = {"": 1, "k": 1e3, "ki": 2**10, "m": 1e6, "mi": 2**20, "g": 1e9, "gi": 2**30, "ti": 2**40}
+
+
+def parse_shots(text: str | int | float) -> int | float | None:
+    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
+    if text == "all":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    if 0 < number < 1:
+        return number
+    return int(number) if number >= 1 and number.is_integer() else 0
+
+
+def parse_penalty(text: str) -> tuple[int, float]:
+    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
+    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
+    return (int(found[1]), float(found[2])) if found else (0, 0.0)
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size in bytes from text such as 2GiB, 500MB or 1000; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.lower())
+    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
+
+
+def _is_selection(text: str) -> bool:
+    return text in ("last", "holdout", "kfold") or (text.startswith("val:") and len(text) > 4)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+Recipe = TypeVar("Recipe", EvalRecipe, FitRecipe, LearnedRecipe)
+
+
+def read_recipe(schema: type[Recipe], text: str, where: str = "recipe") -> Recipe:
     """Read a recipe. Raises UsageError with one line for every problem found."""
     found = _parse(text, where)
     if not isinstance(found, dict):
         raise UsageError(f"{where}: expected keys and values, found {type(found).__name__}")
-    if problems := list(_problems(EvalRecipe, found, where)):
+    if problems := list(_problems(schema, found, where)):
         raise UsageError("\n".join(problems))
-    return EvalRecipe(**found)
+    return _filled(schema, found)
+
+
+def write_recipe(recipe: LearnedRecipe, comment: str) -> str:
+    """A learned recipe as YAML, under a comment of one or more lines."""
+    found = dataclasses.asdict(recipe)
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    return lines + yaml.dump(found, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _filled(schema: type[Recipe], found: dict[str, Any]) -> Recipe:
+    values = dict(found)
+    if schema is LearnedRecipe:
+        values["vectors"] = [VectorEntry(**entry) for entry in found["vectors"]]
+    return schema(**values)
 
 
 def _problems(schema: type, found: dict[Any, Any], where: str) -> Iterator[str]:
@@ -51,17 +198,31 @@ def _problems(schema: type, found: dict[Any, Any], where: str) -> Iterator[str]:
 
 
 def _wrong_type(wanted: Any, value: Any, where: str) -> Iterator[str]:
-    if wanted == list[str]:
-        if not isinstance(value, list):
-            yield f"{where}: expected a list, found {type(value).__name__}"
-            return
+    """Every way in which a value is not of the type a schema wants."""
+    choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    kinds = {get_origin(choice) or choice: choice for choice in choices}
+    if isinstance(value, list) and list in kinds:
         for number, item in enumerate(value):
-            yield from _wrong_type(str, item, f"{where}[{number}]")
-        return
-    allowed = get_args(wanted) or (wanted,)
-    if not isinstance(value, allowed) or isinstance(value, bool):
-        names = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
-        yield f"{where}: expected {names}, found {type(value).__name__}"
+            yield from _wrong_type(get_args(kinds[list])[0], item, f"{where}[{number}]")
+    elif isinstance(value, dict) and dict in kinds:
+        for key, item in value.items():
+            yield from _wrong_type(get_args(kinds[dict])[1], item, f"{where}.{key}")
+    elif isinstance(value, dict) and dataclasses.is_dataclass(wanted):
+        yield from _problems(wanted, value, where)
+    elif not _is_one_of(value, kinds):
+        names = [_WORDS.get(kind, getattr(kind, "__name__", "")) for kind in kinds]
+        listed = " or ".join(name for name in names if name)
+        yield f"{where}: expected {listed}, found {type(value).__name__}"
+
+
+_WORDS = {list: "a list", dict: "keys and values", type(None): "", VectorEntry: "keys and values"}
+
+
+def _is_one_of(value: Any, kinds: Collection[Any]) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    plain = tuple(kind for kind in kinds if kind in (str, int, float, type(None)))
+    return isinstance(value, plain) or (float in kinds and isinstance(value, int))
 
 
 # YAML -----------------------------------------------------------------------------------------
@@ -87,6 +248,13 @@ class _Strict(yaml.SafeLoader):
         if self.nodes > _MANY_NODES:
             raise yaml.MarkedYAMLError(problem="too many nodes", problem_mark=node.start_mark)
         return super().construct_object(node, deep)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Safe YAML without aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _parse(text: str, where: str) -> Any:

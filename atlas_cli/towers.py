@@ -81,6 +81,7 @@ class Tower:
         *,
         prefix: str = "",
         crew: Crew | None = None,
+        linear: bool = False,
     ) -> None:
         self.composition = composition
         self._crew = crew

@@ -18,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_valid_and_names_the_command_that_runs_it(path: Path):
     text = path.read_text("utf-8")
-    read_recipe(text, path.name)
+    read_recipe(EvalRecipe, text, path.name)
     assert re.search(rf"^#     atlas \w+ recipes/{path.name}", text, re.MULTILINE)
 
 
@@ -54,11 +54,11 @@ def test_every_key_is_explained():
 )
 def test_a_broken_recipe_says_what_is_wrong(text: str, message: str):
     with pytest.raises(UsageError, match=re.escape(message)):
-        read_recipe(text)
+        read_recipe(EvalRecipe, text)
 
 
 def test_an_alias_bomb_does_not_go_off():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     with pytest.raises(UsageError):
-        read_recipe("\n".join(lines))
+        read_recipe(EvalRecipe, "\n".join(lines))

@@ -13,6 +13,7 @@ from atlas_cli.commands import output
 from atlas_cli.commands.draw import draw
 from atlas_cli.commands.eval import evaluate
 from atlas_cli.commands.extract import extract
+from atlas_cli.commands.fit import fit
 from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.options import VariadicCommand
 from atlas_cli.errors import AtlasError, nearest
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
 app.command("extract", cls=VariadicCommand)(extract)
+app.command("fit", cls=VariadicCommand)(fit)
 app.command("inspect", cls=VariadicCommand)(inspect)
 
 

@@ -36,3 +36,13 @@ def spooled_stdin(suffix: str) -> Iterator[Path]:
             yield path
         except CheckpointError as problem:
             raise CheckpointError(str(problem).replace(str(path), "stdin")) from problem
+
+
+def read_text(name: str) -> tuple[str, str]:
+    """The text of a recipe and the name to call it by."""
+    try:
+        return (sys.stdin.read(), "stdin") if name == "-" else (Path(name).read_text("utf-8"), name)
+    except FileNotFoundError as problem:
+        raise UsageError(f"no such recipe: {name}") from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem

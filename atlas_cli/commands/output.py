@@ -132,6 +132,28 @@ def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int],
         yield lambda count: bar.advance(task, count)
 
 
+@contextmanager
+def training(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr: what is said of a step, images per second, and the time that remains."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text, images: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    speed = "{task.fields[rate]:.0f} images/s"
+    columns = ("learning", BarColumn(), "{task.completed}/{task.total}", "{task.fields[text]}")
+    console = Console(stderr=True, no_color=_no_color())
+    with Progress(*columns, TextColumn(speed), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("learning", total=total, text="", rate=0.0)
+
+        def show(text: str, images: int) -> None:
+            steps = bar.tasks[0].speed or 0.0
+            bar.update(task, advance=1, text=text, rate=steps * images)
+
+        yield show
+
+
 def _no_color() -> bool | None:
     return bool(os.environ.get("NO_COLOR")) or None
 

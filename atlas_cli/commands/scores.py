@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
 from atlas_cli.commands import output
+from atlas_cli.commands.input import read_text
 from atlas_cli.data import (
     Dataset,
     check_templates,
@@ -40,21 +40,11 @@ def plan_eval(
     if seed is not None:
         given["seed"] = seed
     if len(models) == 1 and (models[0] == "-" or models[0].endswith((".yaml", ".yml"))):
-        recipe = read_recipe(*_read_text(models[0]))
+        recipe = read_recipe(EvalRecipe, *read_text(models[0]))
         return dataclasses.replace(recipe, data=data or recipe.data, **given)
     if not data:
         raise UsageError("no data given; for example --data builtin:digits, or --data photos/")
     return EvalRecipe(models, data, **given)
-
-
-def _read_text(name: str) -> tuple[str, str]:
-    """The text of a recipe and the name to call it by."""
-    try:
-        return (sys.stdin.read(), "stdin") if name == "-" else (Path(name).read_text("utf-8"), name)
-    except FileNotFoundError as problem:
-        raise UsageError(f"no such recipe: {name}") from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem
 
 
 def open_data(plan: EvalRecipe, quiet: bool) -> list[Dataset]:

@@ -45,7 +45,23 @@ class FactorStack:
     owner: torch.Tensor
 
 
-Stack = DenseStack | QuantisedStack | FactorStack
+@dataclass(frozen=True)
+class MappedStack:
+    """Blocks that stay where they are, such as in a mapped file; one for each vector."""
+
+    members: tuple[int, ...]
+    blocks: tuple[Dense | Quantised, ...]
+
+
+Stack = DenseStack | QuantisedStack | FactorStack | MappedStack
+
+
+def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
+    """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
+    apart = {i: block for i, block in blocks.items() if not isinstance(block, Factors)}
+    kept = tuple(block for block in apart.values() if not isinstance(block, Factors))
+    rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
+    return (MappedStack(tuple(apart), kept), *rest) if apart else rest
 
 
 def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
@@ -86,9 +102,8 @@ def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
             ups = [block.parts[number].up for block in factors]
             downs = [block.parts[number].down for block in factors]
             owner = [i for i, up in enumerate(ups) for _ in range(up.shape[1])]
-            yield FactorStack(
-                members, part.start, torch.cat(ups, 1), torch.cat(downs), torch.tensor(owner)
-            )
+            owners = torch.tensor(owner, device=part.up.device)
+            yield FactorStack(members, part.start, torch.cat(ups, 1), torch.cat(downs), owners)
 
 
 @dataclass(frozen=True)
@@ -229,9 +244,15 @@ def _dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
 
 
 def _tiles(
-    stack: DenseStack | QuantisedStack, span: Range
+    stack: DenseStack | QuantisedStack | MappedStack, span: Range
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """A range of T in float32, in pieces that a cache holds: start, stop, (k, stop - start)."""
+    if isinstance(stack, MappedStack):
+        step = _TILE["cpu"]
+        for start in range(span[0], span[1], step):
+            stop = min(start + step, span[1])
+            yield start, stop, torch.stack([_slice(b, start, stop) for b in stack.blocks])
+        return
     if isinstance(stack, DenseStack):
         step = _step(stack.values)
         for start in range(span[0], span[1], step):
@@ -248,6 +269,17 @@ def _tiles(
         some = slice(first, min(first + step, span[1] // columns))
         tile = stack.codes[:, some].float().mul_(stack.scales[:, some, None])
         yield some.start * columns, some.stop * columns, tile.view(count, -1)
+
+
+def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
+    """Some elements of a block in float32."""
+    if isinstance(block, Dense):
+        return block.values.reshape(-1)[start:stop].float()
+    codes = block.values.reshape(len(block.scales), -1)
+    columns = codes.shape[1]
+    rows = slice(start // columns, -(-stop // columns))
+    values = codes[rows].float() * block.scales[rows, None]
+    return values.flatten()[start - rows.start * columns : stop - rows.start * columns]
 
 
 def _step(values: torch.Tensor) -> int:

@@ -1,0 +1,162 @@
+"""Task vectors made ready to be composed: checked against the base, and fitted into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atlas_cli.core.blocks import Layout
+from atlas_cli.core.compose import Composition, Stack, map_blocks, stack_blocks
+from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised, encode
+from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.sources import sha256_of
+from atlas_cli.tensors import LazyTensors
+from atlas_cli.vectors import TaskVector, base_fingerprint, check_same_base, open_checked
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+_LOWER = ("bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A vector of a pool, and where it comes from."""
+
+    name: str
+    path: str
+    sha256: str
+    vector: TaskVector = dataclasses.field(repr=False)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Vectors of one base. `storage` is how they are kept: as stored, bf16, int8 or mapped."""
+
+    members: tuple[Member, ...]
+    names: tuple[str, ...]
+    left: tuple[str, ...]
+    storage: str
+    bytes: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the blocks that any of the vectors has, in the order of `names`."""
+        found = {b.name: b.shape for m in self.members for b in m.vector.header.blocks}
+        return {name: found[name] for name in self.names}
+
+
+def open_pool(
+    paths: Sequence[str], base: LazyTensors, parameters: Sequence[str], *, budget: int | None = None
+) -> Pool:
+    """Open vectors of an image tower and refuse what cannot be added to this base.
+
+    `parameters` are the tensors that can be composed; the vectors' other blocks, such as the
+    statistics of batch normalisation, are left to the base.
+    """
+    members = [_open_member(path) for path in paths]
+    _check_names(members)
+    headers = {member.path: member.vector.header for member in members}
+    for member in members:
+        if member.vector.header.scope != "visual":
+            raise MismatchError(
+                f"{member.path}: has scope {member.vector.header.scope}, but coefficients are "
+                "learned for image towers; extract it with --scope visual"
+            )
+    check_same_base(headers)
+    _check_base(members[0], base)
+    blocks = {name for member in members for name in member.vector.names}
+    names = tuple(name for name in parameters if name in blocks)
+    left = tuple(sorted(blocks - set(names)))
+    storage, size = _choose_storage(members, set(names), budget)
+    return Pool(tuple(members), names, left, storage, size)
+
+
+def _open_member(path: str) -> Member:
+    vector = open_checked(Path(path))
+    return Member(vector.header.name, path, sha256_of(Path(path)), vector)
+
+
+def _check_names(members: Sequence[Member]) -> None:
+    seen: dict[str, str] = {}
+    for member in members:
+        if member.name in seen:
+            raise UsageError(
+                f"{member.path} and {seen[member.name]} are both called {member.name}; "
+                "give one another name with: atlas extract --name"
+            )
+        seen[member.name] = member.path
+
+
+def _check_base(member: Member, base: LazyTensors) -> None:
+    found, header = base_fingerprint(base, "visual"), member.vector.header
+    if found != header.fingerprint:
+        raise MismatchError(
+            f"{member.path}: was taken from another base ({header.base.get('reference')}, "
+            f"fingerprint {header.fingerprint[:12]}) than the model (fingerprint {found[:12]})"
+        )
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+def _choose_storage(
+    members: Sequence[Member], names: set[str], budget: int | None
+) -> tuple[str, int]:
+    """The best way to keep the vectors within the budget, and the bytes it takes."""
+    for kind in ("as stored", *_LOWER):
+        size = sum(_bytes(member, names, kind) for member in members)
+        if budget is None or size <= budget:
+            return kind, size
+    return "mapped", 0
+
+
+def _bytes(member: Member, names: set[str], kind: str) -> int:
+    """What a vector takes in memory if its dense blocks are kept in that way."""
+    blocks = member.vector.header.blocks
+    plain = [block for block in blocks if block.storage != "factors"]
+    stored = {block.name: math.prod(block.shape) * _BYTES[block.storage] for block in plain}
+    low = {b.name: math.prod(b.shape) * _BYTES.get(kind, 4) for b in plain}
+    factors = 0
+    if len(plain) < len(blocks):  # the header does not tell their rank, but the file is no larger
+        factors = max(0, Path(member.path).stat().st_size - sum(stored.values()))
+    return factors + sum(min(stored[name], low[name]) for name in stored if name in names)
+
+
+def compose_pool(
+    pool: Pool, base: Mapping[str, torch.Tensor], layout: Layout, device: torch.device
+) -> Composition:
+    """The composition of the base and the vectors of a pool, read block by block."""
+    stacks: dict[str, tuple[Stack, ...]] = {}
+    for name in pool.names:
+        blocks: dict[int, Block] = {}
+        for number, member in enumerate(pool.members):
+            if name in member.vector.names:
+                block = _kept(member.vector.read(name), pool.storage)
+                blocks[number] = block if pool.storage == "mapped" else _moved(block, device)
+        stacks[name] = (map_blocks if pool.storage == "mapped" else stack_blocks)(blocks)
+    kept = {name: base[name].detach() for name in pool.names}
+    return Composition(kept, stacks, layout, len(pool.members))
+
+
+def _kept(block: Block, storage: str) -> Block:
+    """A dense block in fewer bits, if that is how the pool is kept."""
+    if storage not in _LOWER or isinstance(block, Factors | Quantised):
+        return block
+    if block.values.element_size() <= _BYTES[storage]:
+        return block
+    return encode(block, Form(storage))
+
+
+def _moved(block: Block, device: torch.device) -> Block:
+    match block:
+        case Dense(values):
+            return Dense(values.to(device))
+        case Quantised(values, scales):
+            return Quantised(values.to(device), scales.to(device))
+        case Factors(shape, parts):
+            moved = (Part(p.start, p.up.to(device), p.down.to(device)) for p in parts)
+            return Factors(shape, tuple(moved))

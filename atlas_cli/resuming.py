@@ -1,0 +1,38 @@
+"""A moment of learning as tensors and JSON, and back, without losing a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from atlas_cli.few_shot import Check, Moment
+from atlas_cli.learn import Step
+from atlas_cli.runs import Saved
+
+_STATE = "state."
+
+
+def to_saved(moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """What a run's folder keeps of a moment."""
+    tensors = {"best": moment.best}
+    tensors |= {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
+    checks = {
+        name: [dataclasses.astuple(check) for check in found]
+        for name, found in moment.checks.items()
+    }
+    step = dataclasses.asdict(moment.step) if moment.step else None
+    return tensors, {"stage": moment.stage, "step": step, "checks": checks}
+
+
+def from_saved(saved: Saved) -> Moment:
+    """The moment that was saved. JSON keeps the 64 bits of a number."""
+    facts = saved.facts
+    checks = {name: [Check(*pair) for pair in found] for name, found in facts["checks"].items()}
+    state = {
+        name.removeprefix(_STATE): tensor
+        for name, tensor in saved.tensors.items()
+        if name.startswith(_STATE)
+    }
+    step = Step(**facts["step"]) if facts["step"] else None
+    return Moment(facts["stage"], step, checks, saved.tensors["best"], state)

@@ -1,0 +1,163 @@
+"""The folder of a learning run: what it found, and all that it needs to go on after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.checkpoint import open_safetensors, read_metadata, write_tensors
+from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.files import write_text
+
+_CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
+_RECIPE = "recipe.yaml"
+_UNCHECKED = ("versions",)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as it was last saved: named tensors, and the rest as JSON."""
+
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A folder that is being written. Rows of metrics wait until the next save."""
+
+    folder: Path
+    made: bool
+    _waiting: list[str] = field(default_factory=list)
+    _rows: int = 0
+
+    def record(self, row: Mapping[str, object]) -> None:
+        """Keep a row of metrics."""
+        self._waiting.append(json.dumps(row) + "\n")
+
+    def save(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:
+        """Write down where the run stands: first its rows, then the state that counts them."""
+        with _explained(self.folder):
+            with (self.folder / _METRICS).open("a", encoding="utf-8") as file:
+                file.writelines(self._waiting)
+            self._rows += len(self._waiting)
+            self._waiting.clear()
+            text = json.dumps({**facts, "rows": self._rows})
+            kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
+
+    def restore(self) -> Saved | None:
+        """The last save, with the rows of metrics that belong to it; None before the first."""
+        path = self.folder / _STATE
+        if not path.exists():
+            self._cut(0)
+            return None
+        facts = json.loads(read_metadata(path).get("atlas_run", "null"))
+        if not isinstance(facts, dict):
+            raise CheckpointError(f"{path}: is not the state of a run")
+        self._cut(facts["rows"])
+        tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
+        return Saved(tensors, facts)
+
+    def _cut(self, rows: int) -> None:
+        """Drop rows that were written after the last save; they will come again."""
+        path = self.folder / _METRICS
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        if len(lines) < rows:
+            raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
+        write_text(path, "".join(lines[:rows]))
+        self._rows = rows
+
+    def keep_large(self, coefficients: torch.Tensor) -> str:
+        """Write a table that is too large for text, and give its path."""
+        path = self.folder / "coefficients.safetensors"
+        with _explained(self.folder):
+            write_tensors(path, {"coefficients": coefficients.cpu().contiguous()})
+        return str(path)
+
+    def finish(self, recipe: str, coefficients: Mapping[str, Mapping[str, float]] | None) -> None:
+        """Write the result: the recipe last, so that a folder with a recipe is a whole one."""
+        if coefficients is not None:
+            text = json.dumps(coefficients, indent=1) + "\n"
+            write_text(self.folder / "coefficients.json", text)
+        write_text(self.folder / _RECIPE, recipe)
+
+    def recipe(self) -> str | None:
+        """The learned recipe, if the run came to its end."""
+        path = self.folder / _RECIPE
+        return path.read_text("utf-8") if path.exists() else None
+
+    def abandon(self) -> None:
+        """Remove what a run in vain has made, if it made the folder."""
+        if self.made:
+            for path in self.folder.iterdir():
+                path.unlink()
+            self.folder.rmdir()
+
+
+def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
+    """Raise if a run may not use this folder. Nothing is made yet."""
+    if folder.exists() and not folder.is_dir():
+        raise AtlasError(f"{folder}: is a file")
+    begun = (folder / _CONFIG).exists()
+    if folder.exists() and any(folder.iterdir()) and not begun:
+        raise AtlasError(f"{folder}: is not empty, and holds no run")
+    if begun and not (resume or force):
+        raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
+    if not folder.absolute().parent.is_dir():
+        raise AtlasError(f"{folder.parent}: no such folder")
+    if not os.access(folder if folder.exists() else folder.absolute().parent, os.W_OK):
+        raise AtlasError(f"{folder}: cannot be written")
+
+
+def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run:
+    """Start a run, or go on with one that was started in the same way."""
+    made = not folder.exists()
+    run = Run(folder, made)
+    with _explained(folder):
+        folder.mkdir(exist_ok=True)
+        if resume and (folder / _CONFIG).exists():
+            _check_same(folder / _CONFIG, config)
+            return run
+        for name in (_STATE, _METRICS, _RECIPE, "coefficients.json", "coefficients.safetensors"):
+            (folder / name).unlink(missing_ok=True)
+        write_text(folder / _CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
+    return run
+
+
+def _check_same(path: Path, config: Mapping[str, object]) -> None:
+    """Refuse to go on with a run that had other inputs."""
+    try:
+        before = json.loads(path.read_text("utf-8"))
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: cannot be read as JSON") from problem
+    now = json.loads(json.dumps(config))
+    for key in sorted((before.keys() | now.keys()) - set(_UNCHECKED)):
+        for name, old, new in _differences(key, before.get(key), now.get(key)):
+            raise UsageError(
+                f"{path.parent}: was begun with {name} {old}, not {new}; "
+                "repeat its command, or start anew with --force"
+            )
+
+
+def _differences(name: str, old: Any, new: Any) -> list[tuple[str, str, str]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+    return [] if old == new else [(name, json.dumps(old), json.dumps(new))]
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an error of the file system into one line that names the folder."""
+    try:
+        yield
+    except OSError as problem:
+        raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
