@@ -80,7 +80,7 @@ class Descender:
         with torch.no_grad():
             self.coefficients.copy_(state["coefficients"])
         self.number = int(state["number"].item())
-        if self.number:
+        if "step" in state:  # not before AdamW's first step, which an overflow puts off
             device = self.coefficients.device
             moments = {name: state[name].to(device, copy=True) for name in _MOMENTS}
             self._optimizer.state[self.coefficients] = {"step": state["step"].clone(), **moments}
