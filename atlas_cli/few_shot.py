@@ -29,7 +29,7 @@ class Training:
     batch_size: int = 128
     accumulate: int = 1
     min_steps: int = 10
-    augment: bool = True
+    augment: str = "flip"
     seed: int = 0
     descent: Descent = field(default_factory=Descent)
 
@@ -58,11 +58,13 @@ class FewShot:
         size = math.ceil(len(chosen) / self._training.accumulate)
         for start in range(0, len(chosen), size):
             part = chosen[start : start + size]
-            if self._training.augment:
-                images = self._pixels.cropped(part, random)
-            else:
-                images = self._pixels.fixed(part)
+            images = self._show(part, random)
             yield images.to(self._head.device), self._loss_of(part, len(part) / len(chosen))
+
+    def _show(self, part: Sequence[int], random: torch.Generator) -> torch.Tensor:
+        if self._training.augment == "none":
+            return self._pixels.fixed(part)
+        return self._pixels.cropped(part, random, mirror=self._training.augment == "flip")
 
     def _loss_of(self, part: Sequence[int], share: float) -> LossOf:
         labels = self._labels[part].to(self._head.device)

@@ -73,10 +73,12 @@ class Pixels:
         """The images as evaluation sees them, normalised, (images, 3, size, size)."""
         return self.view.normalised(torch.stack([pair[0] for pair in self._find(indices)]))
 
-    def cropped(self, indices: Sequence[int], random: torch.Generator) -> torch.Tensor:
+    def cropped(
+        self, indices: Sequence[int], random: torch.Generator, *, mirror: bool
+    ) -> torch.Tensor:
         """A random crop of every image, perhaps mirrored, normalised."""
         stacked, sizes = augment.stack_images([pair[1] for pair in self._find(indices)])
-        crops = augment.draw_crops(sizes, random)
+        crops = augment.draw_crops(sizes, random, mirror=mirror)
         return self.view.normalised(augment.take(stacked, crops, self.view.size))
 
     def _find(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -51,7 +51,7 @@ class FitRecipe:
     min_steps: int = 10
     clip: float = 1.0
     penalty: str | None = None
-    augment: bool = True
+    augment: str = "flip"
     linearised: bool = False
     memory: str = "2GiB"
     allow_target: bool = False
@@ -97,6 +97,7 @@ def check_fit(recipe: FitRecipe, where: str = "") -> FitRecipe:
             bool(re.fullmatch(r"block|vector|qkv|partition:[1-9]\d{0,4}", recipe.granularity)),
             "expected block, vector, qkv or partition:K",
         ),
+        "augment": (recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"),
         "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
         "penalty": (recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0, _PENALTY),
         "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
 
@@ -71,7 +74,8 @@ class Tower:
     """A module whose parameters named in a composition are composed before it runs.
 
     `prefix` is what the composition puts before the module's own names. Buffers, such as the
-    statistics of batch normalisation, stay those of the module.
+    statistics of batch normalisation, stay those of the module. A linear tower runs the module's
+    first-order expansion at the base instead: f(x; theta0) + J (theta - theta0).
     """
 
     def __init__(
@@ -83,17 +87,16 @@ class Tower:
         crew: Crew | None = None,
         linear: bool = False,
     ) -> None:
-        self.composition = composition
-        self._crew = crew
+        self.composition = _from_zero(composition) if linear else composition
+        crew = None if linear else crew  # forward-mode derivatives know one thread only
         self._spread = crew.spread if crew else map
         self._composed = {
-            name: torch.empty_like(composition.base[name], dtype=torch.float32)
-            for name in composition.stacks
+            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for name, tensor in composition.base.items()
         }
+        make = _Linear if linear else _Replica
         count = _PARTS if crew else 1
-        self._replicas = [
-            _replica(module, self._composed, prefix) for _ in range(count)
-        ]
+        self._replicas = [make(module, self._composed, prefix) for _ in range(count)]
         self._half = next(module.parameters()).device.type == "cuda"
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -112,7 +115,7 @@ class Tower:
 
         def run(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
             with torch.no_grad(), self._precision():
-                return item[0].module(item[1]).float()  # type: ignore[no-any-return]
+                return item[0].run(item[1]).float()
 
         found = []
         for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
@@ -125,7 +128,7 @@ class Tower:
 
         def forth(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
             with torch.enable_grad(), self._precision():
-                return item[0].module(item[1])  # type: ignore[no-any-return]
+                return item[0].run(item[1])
 
         parts = list(self._spread(forth, self._dealt(images)))
         features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
@@ -164,24 +167,66 @@ def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     return gradient if total is None else total.add_(gradient)
 
 
+def _from_zero(composition: Composition) -> Composition:
+    """The same composition on top of nothing: what is added to the base."""
+    base = {
+        name: torch.zeros(1, device=tensor.device).expand(tensor.shape)
+        for name, tensor in composition.base.items()
+    }
+    return dataclasses.replace(composition, base=base)
+
+
 class _Replica:
-    """A copy of the module that shares the composed tensors but has gradients of its own."""
+    """A copy of a module's structure that shares all tensors but has gradients of its own.
 
-    def __init__(self, module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
-        self.module = module
-        self.parameters = parameters
+    The composed tensors stand where the module's own were.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = _twin(module)
+        self.parameters = {
+            name: torch.nn.Parameter(tensor, requires_grad=True)
+            for name, tensor in composed.items()
+        }
+        for name, parameter in self.parameters.items():
+            path, _, leaf = name.removeprefix(prefix).rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, parameter)
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch."""
+        return self.module(images)  # type: ignore[no-any-return]
 
 
-def _replica(
-    module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
-) -> _Replica:
-    """Copy the structure; share the tensors: the composed ones, and the module's for the rest."""
-    own = dict(module.named_parameters())
-    memo = {id(tensor): tensor for tensor in [*own.values(), *module.buffers()]}
-    twin = copy.deepcopy(module, memo)
-    parameters = {}
-    for name, tensor in composed.items():
-        path, _, leaf = name.removeprefix(prefix).rpartition(".")
-        parameters[name] = torch.nn.Parameter(tensor, requires_grad=True)
-        setattr(twin.get_submodule(path), leaf, parameters[name])
-    return _Replica(twin.eval(), parameters)
+class _Linear(_Replica):
+    """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = _twin(module)
+        self.parameters = {
+            name: torch.nn.Parameter(tensor, requires_grad=True)
+            for name, tensor in composed.items()
+        }
+        own = dict(self.module.named_parameters())
+        self._names = {name: name.removeprefix(prefix) for name in composed}
+        self._base = {short: own[short].detach() for short in self._names.values()}
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """The first-order expansion for a batch."""
+
+        def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
+
+        delta = {self._names[name]: tensor for name, tensor in self.parameters.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            value, change = jvp(features, (self._base,), (delta,))
+        return value + change  # type: ignore[no-any-return]
+
+
+def _twin(module: torch.nn.Module) -> torch.nn.Module:
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, shared).eval()

@@ -102,6 +102,7 @@ def score(job: Job, work: Path) -> Row:
         vectors=others,
         shots=job.shots,
         granularity=granularity,
+        augment="none",  # a mirrored digit is another digit, and a cropped scene another count
         seed=job.seed,
     )
     dataset = few_shot(open_dataset(recipe.data, split="train"), job.shots, job.seed)
@@ -171,8 +172,11 @@ def results(jobs: Iterable[Job], work: Path, processes: int) -> list[Row]:
         for row in pool.map(score, missing, [work] * len(missing)):
             file.write(json.dumps(asdict(row)) + "\n")
             file.flush()
-            print(f"{row.task} {row.shots} {row.seed} {row.method} {row.form}: {row.accuracy}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{row.task} {row.shots} {row.seed} {row.method} {row.form}: {row.accuracy}",
+                file=sys.stderr,
+                flush=True,
+            )
             rows.append(row)
     return rows
 

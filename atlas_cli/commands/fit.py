@@ -51,7 +51,8 @@ Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Budget for the vectors; default 2GiB.")
 ]
 Augment = Annotated[
-    bool | None, typer.Option("--augment/--no-augment", help="Random crops and mirror images.")
+    str | None,
+    typer.Option(metavar="HOW", help="flip (crops and mirror images; default), crop or none."),
 ]
 Linearised = Annotated[
     bool, typer.Option("--linearised", help="First-order Taylor expansion at the base.")

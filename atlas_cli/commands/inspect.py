@@ -10,7 +10,7 @@ from atlas_cli.commands.options import Architecture, AsJson, PlotFile, Quiet
 
 Subjects = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|MODEL...", help="Task vectors (- for stdin), or models."),
+    typer.Argument(metavar="FILE|MODEL...", help="Task vectors, models, or a learned recipe; - for stdin."),
 ]
 Blocks = Annotated[bool, typer.Option("--blocks", help="One row per block, not per kind.")]
 
@@ -25,8 +25,8 @@ def inspect(
 ) -> None:
     """Show what task vectors and models hold, and the angles between vectors.
 
-    In a pipe: CSV with a row per block of one vector, the cosines of several, or the tensors of
-    models.
+    In a pipe: CSV with a row per block of one vector, the cosines of several, the tensors of
+    models, or the coefficients of a recipe.
 
     Example: atlas inspect digits.safetensors letters.safetensors --plot vectors.png
     """

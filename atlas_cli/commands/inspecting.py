@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from atlas_cli import __version__
 from atlas_cli.commands import cards, measures, output
-from atlas_cli.commands.input import spooled_stdin
+from atlas_cli.commands.input import read_text, spooled_stdin
+from atlas_cli.commands.learned import is_recipe, recipe_in, show_recipe
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.plots import check_plot, draw
 from atlas_cli.sources import (
@@ -52,6 +53,10 @@ def run(
     if plot:
         check_plot(plot)
     check_architecture(arch)
+    if (recipe := recipe_in(subjects[0])) is not None:
+        _check_alone(subjects[0], subjects)
+        show_recipe(*read_text(str(recipe)), as_json=as_json)
+        return
     references = {text: _parse(text) for text in subjects if text != "-"}
     if subjects.count("-") > 1:
         raise UsageError("- can be given once: stdin has one task vector")
@@ -60,10 +65,20 @@ def run(
             locate(references[text]) if text in references else _from_stdin(stack)
             for text in subjects
         ]
+        piped = next((s.weights[0] for s in sources if s.reference.text == "-"), None)
+        if piped and is_recipe(piped):
+            _check_alone("stdin", subjects)
+            show_recipe(read_text(str(piped))[0], "stdin", as_json=as_json)
+            return
         report = _measure(sources, arch, quiet)
         if plot:
             _draw(plot, report)
     _show(report, blocks, as_json)
+
+
+def _check_alone(name: str, subjects: Sequence[str]) -> None:
+    if len(subjects) > 1:
+        raise UsageError(f"{name}: a recipe is shown alone")
 
 
 def _parse(text: str) -> Reference:

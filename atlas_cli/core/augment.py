@@ -31,8 +31,10 @@ def whole_images(sizes: torch.Tensor) -> Crops:
     return Crops(zero, zero, sizes[:, 0], sizes[:, 1], zero.bool())
 
 
-def draw_crops(sizes: torch.Tensor, generator: torch.Generator) -> Crops:
-    """A random box for every image, and a mirror image for half of them.
+def draw_crops(
+    sizes: torch.Tensor, generator: torch.Generator, *, mirror: bool = True
+) -> Crops:
+    """A random box for every image, and a mirror image for half of them if `mirror` says so.
 
     The area is uniform in half to all of the image and the ratio of sides log-uniform; of ten
     draws the first that fits is taken, else the largest centred box of an allowed ratio.
@@ -42,7 +44,7 @@ def draw_crops(sizes: torch.Tensor, generator: torch.Generator) -> Crops:
     low, high = (math.log(ratio) for ratio in _RATIO)
     ratio = torch.empty(count, _TRIES).uniform_(low, high, generator=generator).exp()
     places = torch.rand(count, 2, generator=generator)
-    mirrored = torch.rand(count, generator=generator) < 0.5
+    mirrored = torch.rand(count, generator=generator) < (0.5 if mirror else 0.0)
     height, width = sizes[:, :1].float(), sizes[:, 1:].float()
     pixels = area * height * width
     widths, heights = (pixels * ratio).sqrt().round(), (pixels / ratio).sqrt().round()

@@ -156,7 +156,9 @@ def test_area_shape_and_place_are_distributed_as_in_torchvision(size: tuple[int,
 def test_the_same_seed_draws_the_same_boxes_and_another_draws_others():
     sizes = sizes_of((32, 48), times=20)
     first, again, other = drawn(sizes, 1), drawn(sizes, 1), drawn(sizes, 2)
-    assert all(torch.equal(a, b) for a, b in zip(vars(first).values(), vars(again).values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(vars(first).values(), vars(again).values(), strict=True)
+    )
     assert not torch.equal(first.top, other.top)
 
 
