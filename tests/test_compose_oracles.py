@@ -130,9 +130,7 @@ def test_features_loss_and_gradient_are_those_of_fusion_bench(both, base: Pooled
     assert relative(found, theirs.merge_weight.grad) < 1e-6
 
 
-def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(
-    both, base: Pooled
-):
+def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(both, base: Pooled):
     """One set of plain gradient steps with each: errors would add up."""
     theirs, ours, coefficients = both
     table = coefficients.clone()
