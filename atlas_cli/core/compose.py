@@ -174,7 +174,9 @@ def compose_block(
 ) -> torch.Tensor:
     """theta0 + lambda^T T of one block, accumulated in float32; in `into`, if it is given."""
     base = composition.base[name].detach()
-    result = torch.empty_like(base, dtype=torch.float32) if into is None else into
+    result = into
+    if result is None:
+        result = torch.empty(base.shape, dtype=torch.float32, device=base.device)
     total = result.view(-1)
     start_from = base.reshape(-1)  # what the next stack adds to: the base, then the sum so far
     placement = composition.layout.placements[name]

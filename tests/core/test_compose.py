@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from atlas_cli.core import blocks as granularity
 from atlas_cli.core.blocks import Layout, Scattered, Shapes, indices
-from atlas_cli.core.compose import Composition, compose, stack_blocks
+from atlas_cli.core.compose import (
+    Composition,
+    FactorStack,
+    MappedStack,
+    coefficient_gradient,
+    compose,
+    compose_block,
+    map_blocks,
+    stack_blocks,
+)
 from atlas_cli.core.storage import Block, Dense, Factors, Part, decode, factorise, quantise
 
 SHAPES: Shapes = {
@@ -55,10 +65,10 @@ LAYOUTS: dict[str, Callable[[Shapes], Layout]] = {
 }
 
 
-def make(layout: Layout, vectors: list[dict[str, Block]]) -> Composition:
+def make(layout: Layout, vectors: list[dict[str, Block]], stack=stack_blocks) -> Composition:
     base = {name: random(shape, 100 + n) for n, (name, shape) in enumerate(SHAPES.items())}
     stacks = {
-        name: stack_blocks({i: blocks[name] for i, blocks in enumerate(vectors) if name in blocks})
+        name: stack({i: blocks[name] for i, blocks in enumerate(vectors) if name in blocks})
         for name in SHAPES
     }
     return Composition(base, stacks, layout, len(vectors))
@@ -94,8 +104,8 @@ def naive(
     return composed
 
 
-def check(layout: Layout, vectors: list[dict[str, Block]]) -> None:
-    composition = make(layout, vectors)
+def check(layout: Layout, vectors: list[dict[str, Block]], stack=stack_blocks) -> None:
+    composition = make(layout, vectors, stack)
     start = random(composition.shape, 7)
     ours_at, naive_at = (start.clone().to(d).requires_grad_() for d in (torch.float, torch.double))
     ours, wanted = compose(composition, ours_at), naive(composition, vectors, naive_at)
@@ -109,17 +119,27 @@ def check(layout: Layout, vectors: list[dict[str, Block]]) -> None:
     assert difference < 1e-6
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradient_equal_the_naive_sum(storage: str, layout: str):
-    vectors = [
+def stored(storage: str, count: int = 3) -> list[dict[str, Block]]:
+    """Random vectors, every block kept in one way."""
+    return [
         {
             name: STORAGES[storage](random(shape, 10 * i + n))
             for n, (name, shape) in enumerate(SHAPES.items())
         }
-        for i in range(3)
+        for i in range(count)
     ]
-    check(LAYOUTS[layout](SHAPES), vectors)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_gradient_equal_the_naive_sum(storage: str, layout: str):
+    check(LAYOUTS[layout](SHAPES), stored(storage))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_stay_where_they_are_give_the_same_sum(storage: str, layout: str):
+    check(LAYOUTS[layout](SHAPES), stored(storage), map_blocks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -185,3 +205,127 @@ def test_labels_name_every_column():
     assert granularity.by_vector(SHAPES).labels == ("all",)
     patterns = granularity.by_pattern(SHAPES, [r"^(\w+)\."])
     assert patterns.labels == (r"^(\w+)\. a", r"^(\w+)\. conv1", r"^(\w+)\. ln", "scalar", "wide")
+
+
+# The parts that towers use --------------------------------------------------------------------
+
+
+def mixed() -> list[dict[str, Block]]:
+    """A vector of every storage."""
+    return [
+        {name: store(random(shape, 10 * i + n)) for n, (name, shape) in enumerate(SHAPES.items())}
+        for i, store in enumerate(STORAGES.values())
+    ]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_mapped_blocks_are_the_given_ones_and_no_copies(storage: str):
+    (vector,) = stored(storage, 1)
+    for block in vector.values():
+        (*mapped,) = map_blocks({0: block})
+        if isinstance(block, Factors):  # small, and cheaper to keep than to read
+            assert all(isinstance(stack, FactorStack) for stack in mapped)
+        else:
+            (stack,) = mapped
+            assert isinstance(stack, MappedStack)
+            assert stack.blocks[0].values.data_ptr() == block.values.data_ptr()
+
+
+def test_mapped_and_stacked_blocks_of_all_storages_give_the_same_numbers():
+    layout = granularity.by_block(SHAPES)
+    kept, mapped = (make(layout, mixed(), stack) for stack in (stack_blocks, map_blocks))
+    coefficients = random(kept.shape, 7)
+    first, second = compose(kept, coefficients), compose(mapped, coefficients)
+    for name in SHAPES:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_is_composed_into_a_given_tensor_with_the_same_bits(layout: str):
+    composition = make(LAYOUTS[layout](SHAPES), mixed())
+    coefficients = random(composition.shape, 7)
+    for name, shape in SHAPES.items():
+        place = torch.full(shape, math.nan)  # nothing of what was there may be left
+        given = compose_block(composition, name, coefficients, place)
+        assert given is place
+        assert torch.equal(place, compose_block(composition, name, coefficients))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stack", [stack_blocks, map_blocks])
+def test_the_gradient_is_the_product_of_vectors_and_gradients_of_the_blocks(layout: str, stack):
+    vectors = mixed()
+    composition = make(LAYOUTS[layout](SHAPES), vectors, stack)
+    gradients = {name: decode(vectors[0][name]) + random(s, 60) for name, s in SHAPES.items()}
+    wanted = torch.zeros(composition.shape, dtype=torch.float64)
+    for name, gradient in gradients.items():
+        column = columns(composition.layout, name)
+        for i, blocks in enumerate(vectors):
+            products = decode(blocks[name]).double().flatten() * gradient.double().flatten()
+            wanted[i].index_add_(0, column, products)
+    found = coefficient_gradient(composition, gradients)
+    assert found.dtype == torch.float64
+    assert (found - wanted).norm() / wanted.norm() < 1e-6
+
+
+def test_a_block_without_a_gradient_adds_nothing():
+    composition = make(granularity.by_block(SHAPES), stored("fp32"))
+    found = coefficient_gradient(composition, {"ln.weight": torch.ones(32)})
+    column = composition.layout.labels.index("ln.weight")
+    assert found[:, column].all()
+    assert found.count_nonzero() == len(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_spread_over_threads_give_identical_bits(layout: str):
+    composition = make(LAYOUTS[layout](SHAPES), mixed())
+    weights = {name: random(shape, 50) for name, shape in SHAPES.items()}
+
+    def run(spread) -> tuple[list[torch.Tensor], torch.Tensor]:
+        table = random(composition.shape, 7).requires_grad_()
+        composed = compose(composition, table, spread)
+        sum((composed[name] * weights[name]).sum() for name in SHAPES).backward()
+        return list(composed.values()), table.grad
+
+    alone, alone_gradient = run(map)
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            together, gradient = run(pool.map)
+            assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+            assert torch.equal(alone_gradient, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_base_in_half_precision_is_composed_in_float32(dtype: torch.dtype):
+    whole = make(granularity.by_block(SHAPES), mixed())
+    base = {name: tensor.to(dtype) for name, tensor in whole.base.items()}
+    composition = Composition(base, whole.stacks, whole.layout, whole.vectors)
+    coefficients = random(whole.shape, 7)
+    composed = compose(composition, coefficients)
+    wanted = naive(composition, mixed(), coefficients.double())
+    for name, tensor in composed.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-5)
+
+
+def test_adding_a_vector_and_its_negation_changes_nothing_but_rounding():
+    (vector,) = stored("fp32", 1)
+    negated = {name: Dense(-decode(block)) for name, block in vector.items()}
+    composition = make(granularity.by_block(SHAPES), [vector, negated])
+    composed = compose(composition, torch.ones(composition.shape))
+    for name, tensor in composed.items():
+        torch.testing.assert_close(tensor, composition.base[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_transposed_base_and_gradient_are_taken_by_place_not_by_stride():
+    shapes = {"w": (6, 4)}
+    base = {"w": random((4, 6), 0).T}
+    values = random((6, 4), 1)
+    composition = Composition(
+        base, {"w": stack_blocks({0: Dense(values)})}, granularity.by_block(shapes), 1
+    )
+    composed = compose(composition, torch.tensor([[2.0]]))
+    torch.testing.assert_close(composed["w"], base["w"] + 2 * values)
+    gradient = random((4, 6), 2).T
+    found = coefficient_gradient(composition, {"w": gradient})
+    assert found.item() == pytest.approx((gradient * values).sum().item(), rel=1e-6)
