@@ -133,6 +133,14 @@ def test_half_of_the_images_are_mirrored():
     assert abs(share - 0.5) < 0.03  # four standard errors
 
 
+def test_without_mirror_images_the_boxes_are_the_same():
+    sizes = sizes_of((24, 30), times=50)
+    plain = draw_crops(sizes, torch.Generator().manual_seed(0), mirror=False)
+    assert not plain.mirrored.any()
+    assert torch.equal(plain.left, drawn(sizes).left)
+    assert torch.equal(plain.width, drawn(sizes).width)
+
+
 @pytest.mark.parametrize("size", [(60, 60), (60, 90)])
 def test_area_shape_and_place_are_distributed_as_in_torchvision(size: tuple[int, int]):
     torch.manual_seed(0)
