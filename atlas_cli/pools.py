@@ -12,7 +12,7 @@ import torch
 
 from atlas_cli.core.blocks import Layout
 from atlas_cli.core.compose import Composition, Stack, map_blocks, stack_blocks
-from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised, encode
+from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised, encode, storage_of
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.sources import sha256_of
 from atlas_cli.tensors import LazyTensors
@@ -68,6 +68,8 @@ def open_pool(
             )
     check_same_base(headers)
     _check_base(members[0], base)
+    for member in members:
+        _check_shapes(member, base)
     blocks = {name for member in members for name in member.vector.names}
     names = tuple(name for name in parameters if name in blocks)
     left = tuple(sorted(blocks - set(names)))
@@ -100,6 +102,16 @@ def _check_base(member: Member, base: LazyTensors) -> None:
         )
 
 
+def _check_shapes(member: Member, base: LazyTensors) -> None:
+    for block in member.vector.header.blocks:
+        found = base[block.name].shape if block.name in base else None
+        if found != block.shape:
+            raise MismatchError(
+                f"{member.path}: block {block.name} has shape {block.shape}, but the model has "
+                + (f"{found}" if found is not None else "no such tensor")
+            )
+
+
 # Memory ---------------------------------------------------------------------------------------
 
 
@@ -118,12 +130,23 @@ def _bytes(member: Member, names: set[str], kind: str) -> int:
     """What a vector takes in memory if its dense blocks are kept in that way."""
     blocks = member.vector.header.blocks
     plain = [block for block in blocks if block.storage != "factors"]
-    stored = {block.name: math.prod(block.shape) * _BYTES[block.storage] for block in plain}
-    low = {b.name: math.prod(b.shape) * _BYTES.get(kind, 4) for b in plain}
     factors = 0
     if len(plain) < len(blocks):  # the header does not tell their rank, but the file is no larger
-        factors = max(0, Path(member.path).stat().st_size - sum(stored.values()))
-    return factors + sum(min(stored[name], low[name]) for name in stored if name in names)
+        stored = sum(_size(block.shape, block.storage) for block in plain)
+        factors = max(0, Path(member.path).stat().st_size - stored)
+    kept = (block for block in plain if block.name in names)
+    return factors + sum(_size(block.shape, _lower(block.storage, kind)) for block in kept)
+
+
+def _lower(storage: str, kind: str) -> str:
+    """How a dense block is kept in a pool: in fewer bits than it has, or as it is."""
+    return kind if kind in _LOWER and _BYTES[storage] > _BYTES[kind] else storage
+
+
+def _size(shape: tuple[int, ...], storage: str) -> int:
+    """The bytes of a dense block; 8-bit integers have a scale per row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return math.prod(shape) * _BYTES[storage] + (4 * rows if storage == "int8" else 0)
 
 
 def compose_pool(
@@ -144,11 +167,10 @@ def compose_pool(
 
 def _kept(block: Block, storage: str) -> Block:
     """A dense block in fewer bits, if that is how the pool is kept."""
-    if storage not in _LOWER or isinstance(block, Factors | Quantised):
+    if isinstance(block, Factors | Quantised):
         return block
-    if block.values.element_size() <= _BYTES[storage]:
-        return block
-    return encode(block, Form(storage))
+    lower = _lower(storage_of(block), storage)
+    return block if lower == storage_of(block) else encode(block, Form(lower))
 
 
 def _moved(block: Block, device: torch.device) -> Block:
