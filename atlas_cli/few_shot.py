@@ -102,11 +102,15 @@ class Check:
 
 
 def check(tower: Tower, pixels: Pixels, indices: Sequence[int], head: torch.Tensor) -> Check:
-    """Classify images as evaluation would, with the coefficients that the tower has loaded."""
+    """Classify images as evaluation would, with the coefficients that the tower has loaded.
+
+    Logits that are not finite classify nothing, though the largest of several NaNs has an index.
+    """
     logits = predict(tower, pixels, indices, head)
     labels = pixels.labels[list(indices)]
-    hits = (logits.argmax(dim=1) == labels).sum().item()
-    loss = F.cross_entropy(logits.double(), labels).item()
+    finite = logits.isfinite().all(dim=1)
+    hits = ((logits.argmax(dim=1) == labels) & finite).sum().item()
+    loss = F.cross_entropy(logits.double(), labels).item() if finite.all() else math.inf
     return Check(hits / len(labels), -loss)
 
 
