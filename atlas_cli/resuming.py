@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from atlas_cli.errors import CheckpointError
 from atlas_cli.few_shot import Check, Moment
 from atlas_cli.learn import Step
 from atlas_cli.runs import Saved
@@ -27,6 +28,13 @@ def to_saved(moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]
 
 def from_saved(saved: Saved) -> Moment:
     """The moment that was saved. JSON keeps the 64 bits of a number."""
+    try:
+        return _moment(saved)
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{saved.path}: is not the state of a run: {problem!r}") from problem
+
+
+def _moment(saved: Saved) -> Moment:
     facts = saved.facts
     checks = {name: [Check(*pair) for pair in found] for name, found in facts["checks"].items()}
     state = {

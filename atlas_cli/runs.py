@@ -18,15 +18,17 @@ from atlas_cli.files import write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE = "recipe.yaml"
+_RESULTS = (_STATE, _METRICS, _RECIPE, "coefficients.json", "coefficients.safetensors")
 _UNCHECKED = ("versions",)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run as it was last saved: named tensors, and the rest as JSON."""
+    """A run as it was last saved: named tensors, and the rest as JSON. `path` is its file."""
 
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
+    path: Path = Path(_STATE)
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Run:
 
     folder: Path
     made: bool
+    resumed: bool = False
     _waiting: list[str] = field(default_factory=list)
     _rows: int = 0
 
@@ -59,12 +62,10 @@ class Run:
         if not path.exists():
             self._cut(0)
             return None
-        facts = json.loads(read_metadata(path).get("atlas_run", "null"))
-        if not isinstance(facts, dict):
-            raise CheckpointError(f"{path}: is not the state of a run")
+        facts = _read_facts(path)
         self._cut(facts["rows"])
         tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
-        return Saved(tensors, facts)
+        return Saved(tensors, facts, path)
 
     def _cut(self, rows: int) -> None:
         """Drop rows that were written after the last save; they will come again."""
@@ -95,11 +96,24 @@ class Run:
         return path.read_text("utf-8") if path.exists() else None
 
     def abandon(self) -> None:
-        """Remove what a run in vain has made, if it made the folder."""
-        if self.made:
-            for path in self.folder.iterdir():
-                path.unlink()
+        """Remove what a run in vain has made. One that went on keeps what there was."""
+        if self.resumed:
+            return
+        for name in (_CONFIG, *_RESULTS):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.made and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """What a state says besides its tensors. Raises CheckpointError if it is damaged."""
+    try:
+        facts = json.loads(read_metadata(path).get("atlas_run", "null"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or not isinstance(facts.get("rows"), int):
+        raise CheckpointError(f"{path}: is not the state of a run")
+    return facts
 
 
 def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
@@ -125,8 +139,9 @@ def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run
         folder.mkdir(exist_ok=True)
         if resume and (folder / _CONFIG).exists():
             _check_same(folder / _CONFIG, config)
+            run.resumed = True
             return run
-        for name in (_STATE, _METRICS, _RECIPE, "coefficients.json", "coefficients.safetensors"):
+        for name in _RESULTS:
             (folder / name).unlink(missing_ok=True)
         write_text(folder / _CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
     return run
@@ -138,6 +153,8 @@ def _check_same(path: Path, config: Mapping[str, object]) -> None:
         before = json.loads(path.read_text("utf-8"))
     except ValueError as problem:
         raise CheckpointError(f"{path}: cannot be read as JSON") from problem
+    if not isinstance(before, dict):
+        raise CheckpointError(f"{path}: is not the configuration of a run")
     now = json.loads(json.dumps(config))
     for key in sorted((before.keys() | now.keys()) - set(_UNCHECKED)):
         for name, old, new in _differences(key, before.get(key), now.get(key)):
@@ -149,8 +166,10 @@ def _check_same(path: Path, config: Mapping[str, object]) -> None:
 
 def _differences(name: str, old: Any, new: Any) -> list[tuple[str, str, str]]:
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        return [d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        found = []
+        for key in sorted(old.keys() | new.keys()):
+            found += _differences(f"{name}.{key}", old.get(key), new.get(key))
+        return found
     return [] if old == new else [(name, json.dumps(old), json.dumps(new))]
 
 
