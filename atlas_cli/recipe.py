@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -113,13 +114,17 @@ def check_fit(recipe: FitRecipe, where: str = "") -> FitRecipe:
     for key in ("weight_decay", "seed"):
         if not getattr(recipe, key) >= 0:
             lines.append(f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}")
+    for key in ("lr", "weight_decay"):
+        if getattr(recipe, key) == math.inf:
+            lines.append(f"{where}{key}: expected a finite number, found inf")
     if lines:
         raise UsageError("\n".join(lines))
     return recipe
 
 
 _PENALTY = "expected l1:WEIGHT or l2:WEIGHT"
-_UNITS = {"": 1, "k": 1e3, "ki": 2**10, "m": 1e6, "mi": 2**20, "g": 1e9, "gi": 2**30, "ti": 2**40}
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_shots(text: str | int | float) -> int | float | None:
@@ -207,8 +212,10 @@ def _wrong_type(wanted: Any, value: Any, where: str) -> Iterator[str]:
             yield from _wrong_type(get_args(kinds[list])[0], item, f"{where}[{number}]")
     elif isinstance(value, dict) and dict in kinds:
         for key, item in value.items():
+            if not isinstance(key, str):
+                yield f"{where}.{key}: expected a name, found {type(key).__name__}; quote it"
             yield from _wrong_type(get_args(kinds[dict])[1], item, f"{where}.{key}")
-    elif isinstance(value, dict) and dataclasses.is_dataclass(wanted):
+    elif isinstance(value, dict) and wanted is VectorEntry:
         yield from _problems(wanted, value, where)
     elif not _is_one_of(value, kinds):
         names = [_WORDS.get(kind, getattr(kind, "__name__", "")) for kind in kinds]
