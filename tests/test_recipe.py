@@ -26,7 +26,6 @@ from atlas_cli.recipe import (
     write_recipe,
 )
 
-
 # Recipes of fit -------------------------------------------------------------------------------
 
 FIT = FitRecipe(data="shots", model="builtin:tiny", vectors=["v.safetensors"])
@@ -294,15 +293,3 @@ def test_all_that_is_wrong_with_a_learned_recipe_is_reported_at_once():
         "learned.yaml.vectors[0]: key 'sha256' is missing",
         "learned.yaml: key 'base_model' is missing",
     ]
-
-
-def test_the_recipe_for_few_shots_runs(call, monkeypatch, tmp_path: Path):
-    """With a vector of the built-in model that is random, and fewer steps than it asks for."""
-    from makers import write_moved_tiny
-
-    monkeypatch.chdir(tmp_path)
-    write_moved_tiny(tmp_path / "vectors" / "moved.safetensors")
-    recipe = ROOT / "recipes/few_shot.yaml"
-    result = call("fit", recipe, "--epochs", "1", "--min-steps", "2", "-o", "run", "--quiet")
-    assert result.code == 0, result.err
-    assert read_recipe(LearnedRecipe, result.out).base_model == "builtin:tiny"
