@@ -11,7 +11,9 @@ Table = dict[str, dict[str, float]]
 MANY = 20_000  # numbers beyond which a table is kept as tensors rather than as text
 
 
-def to_table(vectors: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[float]]) -> Table:
+def to_table(
+    vectors: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[float]]
+) -> Table:
     """Name the rows and columns of a table. Nine digits tell any two float32 numbers apart."""
     return {
         vector: {label: float(f"{value:.9g}") for label, value in zip(labels, row, strict=True)}

@@ -187,12 +187,14 @@ def layout_of(recipe: FitRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
     kind, _, parts = recipe.granularity.partition(":")
     if kind == "partition":
         return blocks.by_partition(shapes, int(parts), recipe.seed)
-    return {"block": blocks.by_block, "vector": blocks.by_vector, "qkv": blocks.by_qkv}[kind](shapes)
+    return {"block": blocks.by_block, "vector": blocks.by_vector, "qkv": blocks.by_qkv}[kind](
+        shapes
+    )
 
 
 def refuse_target(pool: Pool, dataset: Dataset) -> None:
     """Refuse a vector that by its name was learned on the very data it is to be fitted to."""
-    target = _plain(Path(dataset.name.removeprefix("csv:")).stem if not dataset.drawn else dataset.drawn)
+    target = _plain(dataset.drawn or Path(dataset.name.removeprefix("csv:")).stem)
     for member in pool.members:
         if _plain(member.name) == target:
             raise MismatchError(

@@ -48,7 +48,7 @@ def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -
     """
     prompts = [template.replace("{}", name) for name in classes for template in templates]
     features = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
             tokens = clip.tokenize(prompts[start : start + _PROMPTS_AT_ONCE]).to(clip.device)
             features.append(clip.module.encode_text(tokens, normalize=True))  # type: ignore[operator]

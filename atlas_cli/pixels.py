@@ -100,8 +100,8 @@ class Pixels:
         ratio = largest / min(image.size)
         fixed = _tensor(self.view.frame(image))
         if ratio < 1:
-            size = tuple(max(largest, round(side * ratio)) for side in image.size)
-            image = image.resize(size, Image.Resampling.BICUBIC)
+            width, height = (max(largest, round(side * ratio)) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
         return fixed, _tensor(image)
 
 

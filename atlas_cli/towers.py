@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -133,12 +135,12 @@ class Tower:
         parts = list(self._spread(forth, self._dealt(images)))
         features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
         loss = loss_of(features)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         assert features.grad is not None
         gradients = features.grad.split([len(part) for part in parts])
 
         def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
-            item[0].backward(item[1].to(item[0].dtype))  # type: ignore[no-untyped-call]
+            item[0].backward(item[1].to(item[0].dtype))
 
         list(self._spread(back, zip(parts, gradients, strict=True)))
         return loss.detach()
@@ -214,6 +216,9 @@ class _Linear(_Replica):
         self._names = {name: name.removeprefix(prefix) for name in composed}
         self._base = {short: own[short].detach() for short in self._names.values()}
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
+        with warnings.catch_warnings():  # torch warns of itself when this is first imported
+            warnings.simplefilter("ignore", DeprecationWarning)
+            importlib.import_module("torch._decomp.decompositions_for_jvp")
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         """The first-order expansion for a batch."""
@@ -223,7 +228,7 @@ class _Linear(_Replica):
 
         delta = {self._names[name]: tensor for name, tensor in self.parameters.items()}
         with sdpa_kernel(SDPBackend.MATH):
-            value, change = jvp(features, (self._base,), (delta,))
+            value, change = jvp(features, (self._base,), (delta,))  # type: ignore[misc]
         return value + change  # type: ignore[no-any-return]
 
 

@@ -129,10 +129,9 @@ def coefficients(method: str, material: Material, plan: list) -> torch.Tensor:
     if method == "uniform scale":
         tables = [torch.full_like(zero, scale) for scale in SCALES]
         return max(tables, key=lambda table: material.judge(plan[0], table))
-    moment = begin(material, plan)
-    for moment in learn(material, plan, moment):
-        pass
-    return settle(material, plan, moment).coefficients
+    start = begin(material, plan)
+    *_, last = learn(material, plan, start)
+    return settle(material, plan, last).coefficients
 
 
 def probe(material: Material, test: Pixels, seed: int) -> float:

@@ -128,3 +128,27 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Pa
     change(header)
     save_file(load_file(path), path, {"format": "pt", "atlas": json.dumps(header)})
     return path
+
+
+def write_moved_tiny(path: Path, *, seed: int = 0, size: float = 0.02) -> Path:
+    """The task vector of the built-in model after a random step of that relative size."""
+    from atlas_cli.bases import open_base
+    from atlas_cli.builtin import model_folder
+    from atlas_cli.extract import Options, extract_to
+    from atlas_cli.sources import locate, parse_reference
+
+    random = torch.Generator().manual_seed(seed)
+    weights = load_file(model_folder("tiny") / "open_clip_model.safetensors")
+    moved = {
+        name: tensor.float() * (1 + size * torch.randn(tensor.shape, generator=random))
+        if name.startswith("visual.")
+        else tensor
+        for name, tensor in weights.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tuned = path.with_suffix(".tuned.safetensors")
+    save_file(moved, tuned, {"format": "pt"})
+    base = open_base(locate(parse_reference("builtin:tiny")), "visual")
+    extract_to(path, path.stem, base, locate(parse_reference(str(tuned))), Options())
+    tuned.unlink()
+    return path

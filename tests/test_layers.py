@@ -18,6 +18,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "files": ({"errors"}, set()),
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
+    "coefficients": (set(), set()),
     "core": ({"core", "errors"}, {"torch"}),
     "tensors": (set(), {"torch"}),
     "vision": (set(), {"torch"}),
@@ -63,10 +64,26 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
         {"torch"},
     ),
+    "pixels": ({"batches", "core", "data", "images"}, {"torch", "numpy", "PIL"}),
+    "pools": (
+        {"core", "errors", "headers", "sources", "tensors", "vectors"},
+        {"torch"},
+    ),
+    "towers": ({"core"}, {"torch"}),
+    "learn": ({"core", "errors", "towers"}, {"torch"}),
+    "few_shot": ({"core", "errors", "learn", "pixels", "towers"}, {"torch"}),
+    "runs": ({"checkpoint", "errors", "files"}, {"torch"}),
+    "resuming": ({"errors", "few_shot", "learn", "runs"}, {"torch"}),
+    "fit": (
+        {"coefficients", "core", "data", "errors", "few_shot", "heads", "models", "pixels"}
+        | {"pools", "recipe", "sources", "towers"},
+        {"torch"},
+    ),
     "export": ({"data", "errors", "images"}, set()),
     "__main__": ({"commands"}, set()),
     "commands": (
-        {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
+        {"coefficients", "few_shot", "fit", "resuming", "runs"}
+        | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},
         {"typer", "rich"},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_open_clip
+from conftest import write_images, write_open_clip
 from safetensors.torch import load_file, save_file
 
 ATLAS = f"{sys.executable} -m atlas_cli"
@@ -82,3 +82,20 @@ def test_a_failure_upstream_is_no_result_downstream(models: tuple[Path, Path]):
     done = bash(f"{ATLAS} extract {base} {base} -o - | {ATLAS} inspect - --json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "atlas: error: stdin: is empty" in done.stderr.splitlines()
+
+
+def test_a_pipe_from_folders_to_learned_coefficients(models: tuple[Path, Path], tmp_path: Path):
+    base, tuned = models
+    shots = write_images(tmp_path / "shots", ("cat", "dog"), 3)
+    done = bash(
+        f"cd {tmp_path} && {ATLAS} extract {base} {tuned} -o v/ && "
+        f"{ATLAS} fit {shots} --model {base} --vectors v/*.safetensors --epochs 1 --min-steps 2 "
+        f"--batch-size 4 | tee learned.yaml | {ATLAS} inspect - --json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.partition("\n")[2])
+    assert [row["vector"] for row in found["summary"]] == ["tuned"]
+    again = bash(f"{ATLAS} inspect {tmp_path}/learned.yaml --json")
+    assert json.loads(again.stdout) == found
+    rows = bash(f"{ATLAS} inspect {tmp_path}/learned.yaml")
+    assert rows.stdout.splitlines()[0] == "vector,block,coefficient"

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipe import EvalRecipe, read_recipe
+from atlas_cli.recipe import EvalRecipe, FitRecipe, LearnedRecipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
+SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_valid_and_names_the_command_that_runs_it(path: Path):
     text = path.read_text("utf-8")
-    read_recipe(EvalRecipe, text, path.name)
-    assert re.search(rf"^#     atlas \w+ recipes/{path.name}", text, re.MULTILINE)
+    found = re.search(rf"^#     atlas (\w+) recipes/{path.name}", text, re.MULTILINE)
+    assert found
+    read_recipe(SCHEMAS[found[1]], text, path.name)
 
 
 def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
@@ -30,10 +32,11 @@ def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
 
 
 def test_every_key_is_explained():
-    explained = re.findall(
-        r"^\| `(\w+)` \|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE
-    )
-    assert explained == [field.name for field in dataclasses.fields(EvalRecipe)]
+    _, *sections = (ROOT / "recipes/README.md").read_text().split("\n## ")
+    for section, schema in zip(sections, (EvalRecipe, FitRecipe, LearnedRecipe), strict=True):
+        keys, _, _ = section.partition("\n\nSelection")
+        explained = re.findall(r"^\| `(\w+)` \|", keys, re.MULTILINE)
+        assert explained == [field.name for field in dataclasses.fields(schema)]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,15 @@ def test_an_alias_bomb_does_not_go_off():
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     with pytest.raises(UsageError):
         read_recipe(EvalRecipe, "\n".join(lines))
+
+
+def test_the_recipe_for_few_shots_runs(call, monkeypatch, tmp_path: Path):
+    """With a vector of the built-in model that is random, and fewer steps than it asks for."""
+    from makers import write_moved_tiny
+
+    monkeypatch.chdir(tmp_path)
+    write_moved_tiny(tmp_path / "vectors" / "moved.safetensors")
+    recipe = ROOT / "recipes/few_shot.yaml"
+    result = call("fit", recipe, "--epochs", "1", "--min-steps", "2", "-o", "run", "--quiet")
+    assert result.code == 0, result.err
+    assert read_recipe(LearnedRecipe, result.out).base_model == "builtin:tiny"

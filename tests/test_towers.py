@@ -344,3 +344,72 @@ def test_generators_depend_on_the_seed_and_the_purpose_alone():
         first(0, "order", 1),
     }
     assert len(others) == 4
+
+
+# The linearised tower -------------------------------------------------------------------------
+
+
+def linear_tower(module: torch.nn.Module) -> Tower:
+    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+    ours.load(coefficients_of(ours.composition))
+    return ours
+
+
+def along(module: torch.nn.Module, composition: Composition, images: torch.Tensor, step: float):
+    """Features at base + step * (composed - base), in float64."""
+    double = copy.deepcopy(module).double()
+    composed = compose(composition, coefficients_of(composition))
+    moved = {
+        name: base.double() + step * (composed[name].double() - base.double())
+        for name, base in composition.base.items()
+    }
+    return plain(double, moved, images.double())
+
+
+def test_linearised_features_equal_finite_differences(tower):
+    module, images = tower
+    composition = composition_of(module)
+    step = 1e-5
+    above, below = (along(module, composition, images, sign * step) for sign in (1, -1))
+    wanted = along(module, composition, images, 0.0) + (above - below) / (2 * step)
+    found = linear_tower(module).features(images).double()
+    assert relative(found, wanted) < 1e-5
+    assert relative(along(module, composition, images, 1.0), wanted) > 1e-3  # it is curved
+
+
+def test_linearised_features_are_linear_in_the_coefficients(tower):
+    module, images = tower
+    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+    table = coefficients_of(ours.composition)
+    found = []
+    for scale in (0.0, 1.0, 3.0):
+        ours.load(scale * table)
+        found.append(ours.features(images))
+    torch.testing.assert_close(found[0], module(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[2] - found[0], 3 * (found[1] - found[0]), atol=1e-4, rtol=1e-4)
+
+
+def test_the_gradient_of_a_linearised_tower_equals_finite_differences(vit):
+    """The loss along single coefficients, by central differences; in features it is curved."""
+    module, images = vit
+    ours = linear_tower(module)
+    ours.backward(images, loss_of)
+    gradient = ours.gradient()
+    table, step = coefficients_of(ours.composition), 1e-2
+    for row, column in ((0, 0), (1, 3), (0, 7), (1, 20)):
+        losses = []
+        for sign in (1, -1):
+            moved = table.clone()
+            moved[row, column] += sign * step
+            ours.load(moved)
+            losses.append(loss_of(ours.features(images).double()).item())
+        slope = (losses[0] - losses[1]) / (2 * step)
+        assert gradient[row, column].item() == pytest.approx(slope, rel=1e-2, abs=1e-5)
+
+
+def test_a_linearised_tower_descends(vit):
+    module, images = vit
+    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+    steps, coefficients = learn(ours, images, 2)
+    assert steps[-1].loss < steps[0].loss
+    assert coefficients.all()

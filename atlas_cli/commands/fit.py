@@ -19,7 +19,10 @@ from atlas_cli.commands.options import (
     TextModel,
 )
 
-Data = Annotated[str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")]
+Data = Annotated[
+    str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
+]
+
 Model = Annotated[str | None, typer.Option("--model", metavar="BASE", help="The base model.")]
 Vectors = Annotated[
     list[str] | None,

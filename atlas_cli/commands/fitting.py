@@ -147,11 +147,11 @@ def _open_judges(recipe: FitRecipe, dataset: Dataset) -> Dataset | None:
 def _say_plan(ready: Prepared) -> None:
     pool, recipe = ready.pool, ready.inputs.recipe
     rows, columns = ready.material.tower.composition.shape
-    kept = f"{pool.bytes / 1e6:.0f} MB in memory, {pool.storage}"
+    kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
     if pool.storage == "mapped":
         kept = f"read from their files each step, since they exceed --memory {recipe.memory}"
     elif pool.storage != "as stored":
-        kept = f"{pool.bytes / 1e6:.0f} MB in memory as {pool.storage} (--memory {recipe.memory})"
+        kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {recipe.memory})"
     output.note(f"{rows} vectors x {columns} coefficients; vectors: {kept}")
     if pool.left:
         output.note(
@@ -188,11 +188,11 @@ def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) ->
 
     material, plan = ready.material, ready.plan
     saved = folder.restore() if folder and wishes.resume else None
-    moment = from_saved(saved) if saved else begin(material, plan)
+    start = moment = from_saved(saved) if saved else begin(material, plan)
     total = sum(material.problem(stage).steps for stage in plan)
     clock = time.monotonic()
     with output.training(total, quiet=wishes.quiet) as show:
-        for moment in learn(material, plan, moment):
+        for moment in learn(material, plan, start):
             step = moment.step
             assert step is not None
             images = ready.inputs.recipe.batch_size

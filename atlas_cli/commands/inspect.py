@@ -10,7 +10,7 @@ from atlas_cli.commands.options import Architecture, AsJson, PlotFile, Quiet
 
 Subjects = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|MODEL...", help="Task vectors, models, or a learned recipe; - for stdin."),
+    typer.Argument(metavar="FILE|MODEL...", help="Vectors, models or a recipe; - for stdin."),
 ]
 Blocks = Annotated[bool, typer.Option("--blocks", help="One row per block, not per kind.")]
 

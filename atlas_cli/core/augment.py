@@ -31,20 +31,19 @@ def whole_images(sizes: torch.Tensor) -> Crops:
     return Crops(zero, zero, sizes[:, 0], sizes[:, 1], zero.bool())
 
 
-def draw_crops(
-    sizes: torch.Tensor, generator: torch.Generator, *, mirror: bool = True
-) -> Crops:
+def draw_crops(sizes: torch.Tensor, generator: torch.Generator, *, mirror: bool = True) -> Crops:
     """A random box for every image, and a mirror image for half of them if `mirror` says so.
 
     The area is uniform in half to all of the image and the ratio of sides log-uniform; of ten
     draws the first that fits is taken, else the largest centred box of an allowed ratio.
     """
-    count = len(sizes)
-    area = torch.empty(count, _TRIES).uniform_(*_SCALE, generator=generator)
+    # One row of numbers per image: a batch drawn in parts is the same as drawn at once.
+    drawn = torch.rand(len(sizes), 2 * _TRIES + 3, generator=generator)
     low, high = (math.log(ratio) for ratio in _RATIO)
-    ratio = torch.empty(count, _TRIES).uniform_(low, high, generator=generator).exp()
-    places = torch.rand(count, 2, generator=generator)
-    mirrored = torch.rand(count, generator=generator) < (0.5 if mirror else 0.0)
+    area = _SCALE[0] + (_SCALE[1] - _SCALE[0]) * drawn[:, :_TRIES]
+    ratio = (low + (high - low) * drawn[:, _TRIES : 2 * _TRIES]).exp()
+    places = drawn[:, 2 * _TRIES : -1]
+    mirrored = drawn[:, -1] < (0.5 if mirror else 0.0)
     height, width = sizes[:, :1].float(), sizes[:, 1:].float()
     pixels = area * height * width
     widths, heights = (pixels * ratio).sqrt().round(), (pixels / ratio).sqrt().round()
@@ -56,7 +55,8 @@ def draw_crops(
     centred = torch.where(chosen, places, torch.full_like(places, 0.5))
     top = (centred[:, :1] * (height - tall + 1)).floor().minimum(height - tall)
     left = (centred[:, 1:] * (width - wide + 1)).floor().minimum(width - wide)
-    return Crops(*(part.long().squeeze(1) for part in (top, left, tall, wide)), mirrored)
+    box = [part.long().squeeze(1) for part in (top, left, tall, wide)]
+    return Crops(box[0], box[1], box[2], box[3], mirrored)
 
 
 def stack_images(images: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
