@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -58,7 +57,8 @@ class Header:
 
 def to_metadata(header: Header) -> dict[str, str]:
     """A header as safetensors metadata."""
-    text = json.dumps(dataclasses.asdict(header), sort_keys=True, ensure_ascii=False)
+    found = {**vars(header), "blocks": [vars(block) for block in header.blocks]}
+    text = json.dumps(found, sort_keys=True, ensure_ascii=False)
     return {"format": "pt", "atlas": text}
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from atlas_cli import __version__
 from atlas_cli.bases import Base
 from atlas_cli.checkpoint import header_text
-from atlas_cli.core.fingerprint import fingerprint
 from atlas_cli.differences import Difference
 from atlas_cli.errors import MismatchError
 from atlas_cli.headers import BlockInfo, Header, to_metadata
@@ -88,7 +87,7 @@ def fulfilled(
     kept = sorted((info for info in infos if info.norm), key=lambda info: natural(info.name))
     if not kept:
         raise MismatchError(f"{finetuned}: is identical to {base.name} in scope {header.scope}")
-    found = fingerprint(header.scope, base.digests)
+    found = base.hashes.fingerprint()
     if difference.fingerprint not in (None, found):
         raise MismatchError(f"{finetuned}: is a task vector of another base model than {base.name}")
     unchanged = [info.name for info in infos if not info.norm]
