@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,7 +91,7 @@ def extract(
         base=base.provenance[0].result(),
         finetuned={**origin.result(), **difference.origin},
     )
-    return _summary(header, infos, stream.finish(to_metadata(header)), options)
+    return _summary(header, stream.finish(to_metadata(header)), options.warn)
 
 
 @contextmanager
@@ -170,15 +170,12 @@ def _finite(name: str, norm: float) -> float:
 # Summary --------------------------------------------------------------------------------------
 
 
-def _summary(
-    header: Header, infos: Sequence[BlockInfo], length: int, options: Options
-) -> Extracted:
+def _summary(header: Header, length: int, warn: Callable[[str], None]) -> Extracted:
     """What to tell the user, with a warning if the base cannot be the right one."""
     errors = [info.error for info in header.blocks]
-    size = math.hypot(*(info.base_norm for info in infos))
-    relative = math.hypot(*(info.norm for info in infos)) / (size or 1.0)
+    relative = header.norm if header.relative_norm is None else header.relative_norm
     if relative > _LARGEST_NORM * abs(header.scale):
-        options.warn(
+        warn(
             f"{header.finetuned['reference']}: |tau|/|theta0| is {relative / abs(header.scale):.2f}"
             f", more than fine-tuning gives; is {header.base['reference']} really its base?"
         )

@@ -52,6 +52,7 @@ def promised(
         dropped=(*difference.dropped, *base.integers),
         linearised=difference.linearised,
         atlas=__version__,
+        base_norm=_LONGEST_NUMBER,
     )
 
 
@@ -94,12 +95,17 @@ def fulfilled(
     return dataclasses.replace(
         header,
         fingerprint=found,
-        blocks=tuple(_rounded(info) for info in kept),
+        blocks=tuple(_in_short(info) for info in kept),
         dropped=tuple(sorted({*header.dropped, *unchanged}, key=natural)),
+        base_norm=_rounded(math.hypot(*(info.base_norm for info in infos))),
     )
 
 
-def _rounded(info: BlockInfo) -> BlockInfo:
-    """Seven digits: more are noise, and would take more room than was left."""
-    norm, base_norm, error = (float(f"{x:.6e}") for x in (info.norm, info.base_norm, info.error))
+def _in_short(info: BlockInfo) -> BlockInfo:
+    norm, base_norm, error = map(_rounded, (info.norm, info.base_norm, info.error))
     return dataclasses.replace(info, norm=norm, base_norm=base_norm, error=error)
+
+
+def _rounded(number: float) -> float:
+    """Seven digits: more are noise, and would take more room than was left."""
+    return float(f"{number:.6e}")

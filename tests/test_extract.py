@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.bases import open_base
 from atlas_cli.core.storage import Form, decode
+from atlas_cli.describe import describe_vector
 from atlas_cli.differences import Choice
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.extract import Extracted, Options, extract_to
@@ -456,6 +457,21 @@ def test_the_header_tells_where_everything_came_from(folder: Path, tuned: Tensor
     assert (header.activation, header.scope, header.scale) == ("gelu", "visual", -0.5)
     assert (header.name, header.atlas, header.linearised) == ("test", __version__, False)
     assert len(header.fingerprint) == 64
+
+
+def test_extract_and_inspect_tell_the_same_relative_norm(
+    folder: Path, base: Tensors, tuned: Tensors, tmp_path: Path
+):
+    half = {n: t if "resblocks.0" in n else base[n] for n, t in tuned.items()}
+    made = run(folder, as_file(half, tmp_path), tmp_path / "v.safetensors")
+    source = locate(parse_reference(str(tmp_path / "v.safetensors")))
+    facts = describe_vector("v", source, open_vector(source.weights[0]), lambda count: None)
+    visual = [name for name in base if name.startswith("visual.")]
+    size = torch.cat([base[name].flatten() for name in visual]).norm().item()
+    moved = torch.cat([(half[name] - base[name]).flatten() for name in visual]).norm().item()
+    assert made.blocks < len(visual)
+    assert made.relative_norm == pytest.approx(moved / size, rel=1e-5)
+    assert facts.relative_norm == pytest.approx(made.relative_norm, rel=1e-6)
 
 
 def test_the_file_opens_with_safetensors_itself(folder: Path, tuned: Tensors, tmp_path: Path):
