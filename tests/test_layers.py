@@ -37,10 +37,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "headers": ({"checkpoint", "errors"}, set()),
     "vectors": ({"checkpoint", "core", "errors", "headers", "tensors"}, {"torch"}),
     "lora": ({"core", "errors", "layouts", "models", "sources", "tensors"}, set()),
+    "lora_torch": ({"core", "errors", "models", "tensors"}, set()),
     "linearised": ({"errors", "tensors"}, {"torch"}),
     "differences": (
-        {"checkpoint", "core", "errors", "layouts", "linearised", "lora", "models", "sources"}
-        | {"tensors", "vectors"},
+        {"checkpoint", "core", "errors", "layouts", "linearised", "lora", "lora_torch", "models"}
+        | {"sources", "tensors", "vectors"},
         {"torch"},
     ),
     "hashes": ({"cache", "core"}, {"torch"}),
