@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atlas_cli.errors import MismatchError
+from atlas_cli.hashes import BlockHashes
 from atlas_cli.models import Blueprint, check_activation, read_architecture, read_tensors
 from atlas_cli.sources import Source
 from atlas_cli.tensors import LazyTensors
@@ -19,7 +20,7 @@ _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 class Base:
     """An opened base model: all its tensors, and the blocks of the scope.
 
-    Its hashes are kept here, for the next vector from the same base.
+    Its hashes are kept for the next vector from the same base.
     """
 
     source: Source
@@ -27,7 +28,7 @@ class Base:
     tensors: LazyTensors
     blocks: LazyTensors
     architecture: dict[str, Any]
-    digests: dict[str, bytes] = field(default_factory=dict)
+    hashes: BlockHashes
     provenance: list[Future[dict[str, object]]] = field(default_factory=list)
 
     @property
@@ -65,4 +66,5 @@ def open_base(
     if not blocks or tensors.keys() <= {"weight", "bias"}:
         where = source.reference.text
         raise MismatchError(f"{where}: is no CLIP model with tensors of scope {scope}")
-    return Base(source, scope, tensors, blocks, read_architecture(source, architecture))
+    hashes = BlockHashes(source.weights, scope, blocks.keys())
+    return Base(source, scope, tensors, blocks, read_architecture(source, architecture), hashes)

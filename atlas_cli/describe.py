@@ -62,7 +62,7 @@ class KindFacts:
 
 @dataclass(frozen=True)
 class VectorFacts:
-    """One task vector. The relative norm is over the blocks it has."""
+    """One task vector. The relative norm is over the scope, so dropped blocks count too."""
 
     label: str
     file: str
@@ -114,8 +114,8 @@ def describe_vector(
         storage=dict(Counter(info.storage for info in header.blocks)),
         bytes=source.weights[0].stat().st_size,
         parameters=sum(block.parameters for block in blocks),
-        norm=math.hypot(*(info.norm for info in header.blocks)),
-        relative_norm=_relative(header.blocks),
+        norm=header.norm,
+        relative_norm=header.relative_norm,
         worst_error=max(info.error for info in header.blocks),
         mean_error=statistics.fmean(info.error for info in header.blocks),
         kinds=_by_kind(header.blocks, blocks),

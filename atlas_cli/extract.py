@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from atlas_cli.bases import Base
 from atlas_cli.checkpoint import TensorStream
 from atlas_cli.core import storage
-from atlas_cli.core.fingerprint import digest
 from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.differences import Choice, Difference, open_difference
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
@@ -28,6 +27,7 @@ from atlas_cli.sources import Source
 from atlas_cli.vectors import stored_tensors
 
 _LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent
+_HASHERS = 3  # threads: for the files of either model, and for the blocks of the base
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Extracted:
 def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Options) -> Extracted:
     """Write a task vector to `path`, where it appears when it is complete."""
     try:
-        with whole_file(path) as temporary, temporary.open("wb") as file:
+        # Not "wb": a file that was cut to nothing is flushed to the disk when it is closed.
+        with whole_file(path) as temporary, temporary.open("r+b") as file:
             made = extract(file, name, base, finetuned, options)
     except OSError as problem:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
@@ -80,17 +81,17 @@ def extract(
         options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
     header = promised(name, base, finetuned, difference, options.scale)
     stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
-    with ThreadPoolExecutor(1) as pool, _threads(options.form):
+    with ThreadPoolExecutor(_HASHERS) as pool, _threads(options.form):
         origin = pool.submit(finetuned.provenance)
         if not base.provenance:
             base.provenance.append(pool.submit(base.source.provenance))
-        infos = list(_write(stream, base, difference, options))
+        infos = list(_write(stream, _read(base, pool), difference, options))
     header = dataclasses.replace(
         fulfilled(header, infos, base, difference),
         base=base.provenance[0].result(),
         finetuned={**origin.result(), **difference.origin},
     )
-    return _summary(header, infos, stream.finish(to_metadata(header)), options)
+    return _summary(header, stream.finish(to_metadata(header)), options.warn)
 
 
 @contextmanager
@@ -118,43 +119,49 @@ def _check(base: Base, finetuned: Source, difference: Difference, form: Form) ->
 # Blocks ---------------------------------------------------------------------------------------
 
 
-def _write(
-    stream: TensorStream, base: Base, difference: Difference, options: Options
-) -> Iterator[BlockInfo]:
-    """Write every block that changed, and tell of every block; norm 0 means unchanged."""
+def _read(base: Base, pool: Executor) -> Iterator[tuple[BlockInfo, torch.Tensor]]:
+    """The values of every block of the base in float32, while the pool hashes them."""
     for name in block_order(base):
         values = base.blocks[name].read().float()
-        if name not in base.digests:
-            base.digests[name] = digest(name, values)
-        change = difference.blocks.get(name)
-        exact = storage.scaled(change(values), options.scale) if change else None
-        block, info = _encoded(name, values, exact, options.form)
+        norm = _finite(name, base.hashes.add(name, values, pool))
+        yield BlockInfo(name, tuple(values.shape), "", 0.0, norm, 0.0), values
+
+
+def _write(
+    stream: TensorStream,
+    blocks: Iterator[tuple[BlockInfo, torch.Tensor]],
+    difference: Difference,
+    options: Options,
+) -> Iterator[BlockInfo]:
+    """Write every block that changed, and tell of every block; norm 0 means unchanged."""
+    for unchanged, base in blocks:
+        change = difference.blocks.get(unchanged.name)
+        exact = storage.scaled(change(base), options.scale) if change else None
+        block, info = _encoded(unchanged, exact, options.form)
         if block is not None:
-            for key, tensor in stored_tensors(name, block).items():
+            for key, tensor in stored_tensors(info.name, block).items():
                 stream.add(key, tensor)
         options.advance(1)
         yield info
 
 
-def _encoded(
-    name: str, base: torch.Tensor, exact: Block | None, form: Form
-) -> tuple[Block | None, BlockInfo]:
+def _encoded(info: BlockInfo, exact: Block | None, form: Form) -> tuple[Block | None, BlockInfo]:
     """A block in the form it is kept in, or None if it is zero."""
-    info = BlockInfo(name, tuple(base.shape), "", 0.0, _norm(name, base), 0.0)
     values = storage.decode(exact) if exact is not None else torch.zeros(1)
-    if exact is None or (norm := _norm(name, values)) == 0:
+    if exact is None or (norm := _finite(info.name, storage.norm(values))) == 0:
         return None, info
     block = storage.encode(exact, form)
     error = storage.relative_error(values, block)
     if not math.isfinite(error):
-        raise AtlasError(f"{name}: changes too much for {form.dtype}; use --dtype bf16 or fp32")
+        raise AtlasError(
+            f"{info.name}: changes too much for {form.dtype}; use --dtype bf16 or fp32"
+        )
     starts = tuple(part.start for part in block.parts) if isinstance(block, Factors) else ()
     kept = storage.storage_of(block)
     return block, dataclasses.replace(info, storage=kept, norm=norm, error=error, starts=starts)
 
 
-def _norm(name: str, values: torch.Tensor) -> float:
-    norm = storage.norm(values)
+def _finite(name: str, norm: float) -> float:
     if not math.isfinite(norm):
         raise CheckpointError(f"{name}: holds values that are not finite numbers")
     return norm
@@ -163,15 +170,12 @@ def _norm(name: str, values: torch.Tensor) -> float:
 # Summary --------------------------------------------------------------------------------------
 
 
-def _summary(
-    header: Header, infos: Sequence[BlockInfo], length: int, options: Options
-) -> Extracted:
+def _summary(header: Header, length: int, warn: Callable[[str], None]) -> Extracted:
     """What to tell the user, with a warning if the base cannot be the right one."""
     errors = [info.error for info in header.blocks]
-    size = math.hypot(*(info.base_norm for info in infos))
-    relative = math.hypot(*(info.norm for info in infos)) / (size or 1.0)
+    relative = header.norm if header.relative_norm is None else header.relative_norm
     if relative > _LARGEST_NORM * abs(header.scale):
-        options.warn(
+        warn(
             f"{header.finetuned['reference']}: |tau|/|theta0| is {relative / abs(header.scale):.2f}"
             f", more than fine-tuning gives; is {header.base['reference']} really its base?"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -38,7 +37,11 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """The provenance of a task vector, and the list of its blocks."""
+    """The provenance of a task vector, and the list of its blocks.
+
+    `base_norm` is |theta0| over the whole scope, also over blocks that did not change; files that
+    were written before it was kept have None.
+    """
 
     name: str
     base: dict[str, Any]
@@ -52,13 +55,28 @@ class Header:
     dropped: tuple[str, ...] = ()
     linearised: bool = False
     atlas: str = ""
+    base_norm: float | None = None
     format: str = FORMAT
     version: int = VERSION
+
+    @property
+    def norm(self) -> float:
+        """|tau| before storage."""
+        return math.hypot(*(block.norm for block in self.blocks))
+
+    @property
+    def relative_norm(self) -> float | None:
+        """|tau| / |theta0| over the scope, or else over the blocks; None if the base is zero."""
+        base = self.base_norm
+        if base is None:
+            base = math.hypot(*(block.base_norm for block in self.blocks))
+        return self.norm / base if base else None
 
 
 def to_metadata(header: Header) -> dict[str, str]:
     """A header as safetensors metadata."""
-    text = json.dumps(dataclasses.asdict(header), sort_keys=True, ensure_ascii=False)
+    found = {**vars(header), "blocks": [vars(block) for block in header.blocks]}
+    text = json.dumps(found, sort_keys=True, ensure_ascii=False)
     return {"format": "pt", "atlas": text}
 
 
@@ -102,6 +120,8 @@ def check_header(path: Path, header: Header) -> None:
         raise _damaged(path, "a number in it is not finite") from problem
     if not _is_number(header.scale):
         raise _damaged(path, "scale is not a number")
+    if header.base_norm is not None and not _is_size(header.base_norm):
+        raise _damaged(path, "base_norm is not a number from 0 up")
     if not isinstance(header.linearised, bool):
         raise _damaged(path, "linearised is neither true nor false")
     if not all(isinstance(name, str) for name in header.dropped):
@@ -124,13 +144,16 @@ def _check_info(path: Path, block: BlockInfo) -> None:
     if (block.storage == "factors") != bool(block.starts and block.shape):
         raise _damaged(path, f"block {block.name}: its parts are not those of its storage")
     for field in ("norm", "base_norm", "error"):
-        value = getattr(block, field)
-        if not _is_number(value) or value < 0:
+        if not _is_size(getattr(block, field)):
             raise _damaged(path, f"block {block.name}: {field} is not a number from 0 up")
 
 
 def _is_number(value: object) -> bool:
     return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_size(value: object) -> bool:
+    return _is_number(value) and value >= 0  # type: ignore[operator]
 
 
 def _is_count(value: object) -> bool:

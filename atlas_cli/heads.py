@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from atlas_cli.cache import cache_folder
 from atlas_cli.checkpoint import open_safetensors, write_tensors
 from atlas_cli.errors import CheckpointError
 from atlas_cli.models import Clip
@@ -55,13 +54,6 @@ def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -
         means = torch.cat(features).reshape(len(classes), len(templates), -1).mean(dim=1)
         scale = clip.module.logit_scale.exp()  # type: ignore[operator]
         return (scale * F.normalize(means, dim=-1)).clone()
-
-
-def cache_folder() -> Path:
-    """Where atlas keeps what it can compute again: ATLAS_CACHE, or the user's cache folder."""
-    if chosen := os.environ.get("ATLAS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas"
 
 
 def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:

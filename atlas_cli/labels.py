@@ -14,7 +14,6 @@ from typing import Any
 from atlas_cli import __version__
 from atlas_cli.bases import Base
 from atlas_cli.checkpoint import header_text
-from atlas_cli.core.fingerprint import fingerprint
 from atlas_cli.differences import Difference
 from atlas_cli.errors import MismatchError
 from atlas_cli.headers import BlockInfo, Header, to_metadata
@@ -53,6 +52,7 @@ def promised(
         dropped=(*difference.dropped, *base.integers),
         linearised=difference.linearised,
         atlas=__version__,
+        base_norm=_LONGEST_NUMBER,
     )
 
 
@@ -88,19 +88,24 @@ def fulfilled(
     kept = sorted((info for info in infos if info.norm), key=lambda info: natural(info.name))
     if not kept:
         raise MismatchError(f"{finetuned}: is identical to {base.name} in scope {header.scope}")
-    found = fingerprint(header.scope, base.digests)
+    found = base.hashes.fingerprint()
     if difference.fingerprint not in (None, found):
         raise MismatchError(f"{finetuned}: is a task vector of another base model than {base.name}")
     unchanged = [info.name for info in infos if not info.norm]
     return dataclasses.replace(
         header,
         fingerprint=found,
-        blocks=tuple(_rounded(info) for info in kept),
+        blocks=tuple(_in_short(info) for info in kept),
         dropped=tuple(sorted({*header.dropped, *unchanged}, key=natural)),
+        base_norm=_rounded(math.hypot(*(info.base_norm for info in infos))),
     )
 
 
-def _rounded(info: BlockInfo) -> BlockInfo:
-    """Seven digits: more are noise, and would take more room than was left."""
-    norm, base_norm, error = (float(f"{x:.6e}") for x in (info.norm, info.base_norm, info.error))
+def _in_short(info: BlockInfo) -> BlockInfo:
+    norm, base_norm, error = map(_rounded, (info.norm, info.base_norm, info.error))
     return dataclasses.replace(info, norm=norm, base_norm=base_norm, error=error)
+
+
+def _rounded(number: float) -> float:
+    """Seven digits: more are noise, and would take more room than was left."""
+    return float(f"{number:.6e}")

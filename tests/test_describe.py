@@ -107,6 +107,22 @@ def test_a_block_of_a_base_that_is_zero_has_no_relative_norm(tmp_path: Path):
     assert {block.relative_norm for block in facts.blocks} == {None}
 
 
+def test_the_relative_norm_is_over_the_scope_where_the_file_tells_its_norm(tmp_path: Path):
+    path = write_vector(tmp_path / "v.safetensors", {NAME: torch.ones(24, 8)}, base_norm=3.0)
+    before = described(path)
+    assert before.relative_norm == pytest.approx(before.norm / 3.0)
+    rewrite_header(path, lambda header: header.update(base_norm=5))
+    after = described(path)
+    assert after.relative_norm == pytest.approx(before.norm / 5.0)
+    assert after.blocks == before.blocks
+
+
+def test_a_file_from_before_that_norm_was_kept_still_opens(tmp_path: Path):
+    path = write_vector(tmp_path / "v.safetensors", {NAME: torch.ones(24, 8)}, base_norm=3.0)
+    rewrite_header(path, lambda header: header.pop("base_norm"))
+    assert described(path).relative_norm == pytest.approx(math.sqrt(24 * 8) / 3.0)
+
+
 def test_an_adapter_is_measured_through_its_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -156,6 +172,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another norm": change_block(norm=123.0),
     "an infinite base": change_block(base_norm=math.inf),
     "an error of text": change_block(error="none"),
+    "an infinite scope": lambda header: header.update(base_norm=math.inf),
+    "a negative scope": lambda header: header.update(base_norm=-1.0),
+    "a scope of text": lambda header: header.update(base_norm="1"),
 }
 
 

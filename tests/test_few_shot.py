@@ -56,7 +56,10 @@ def tower_of(module: torch.nn.Module, size: float = 1.0) -> Tower:
     base = {f"visual.{name}": tensor for name, tensor in module.named_parameters()}
     stacks = {
         name: stack_blocks(
-            {row: Dense(size * tensor.std() * random(tensor.shape, n + 99 * row)) for row in (0, 1)}
+            {
+                row: Dense(size * (0.01 + tensor.std()) * random(tensor.shape, n + 99 * row))
+                for row in (0, 1)
+            }
         )
         for n, (name, tensor) in enumerate(base.items())
     }

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import write_open_clip
 
-from atlas_cli.heads import cache_folder, compute_head, zero_shot_head
+from atlas_cli.cache import cache_folder
+from atlas_cli.heads import compute_head, zero_shot_head
 from atlas_cli.models import Clip, open_model
 from atlas_cli.sources import locate, parse_reference
 from atlas_cli.vision import import_open_clip

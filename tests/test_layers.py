@@ -16,6 +16,7 @@ WORLD = {"io", "os", "pathlib", "random", "shutil", "subprocess", "sys", "tempfi
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "files": ({"errors"}, set()),
+    "cache": ({"files"}, set()),
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
     "coefficients": (set(), set()),
@@ -23,7 +24,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "tensors": (set(), {"torch"}),
     "vision": (set(), {"torch"}),
     "hub": ({"errors"}, {"huggingface_hub"}),
-    "sources": ({"builtin", "errors", "hub", "vision"}, set()),
+    "sources": ({"builtin", "cache", "errors", "hub", "vision"}, set()),
     "pickles": ({"pickles", "errors", "tensors"}, {"torch", "numpy"}),
     "checkpoint": ({"errors", "files", "pickles", "tensors"}, {"torch", "safetensors"}),
     "layouts": ({"errors", "tensors"}, {"torch"}),
@@ -37,17 +38,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "headers": ({"checkpoint", "errors"}, set()),
     "vectors": ({"checkpoint", "core", "errors", "headers", "tensors"}, {"torch"}),
     "lora": ({"core", "errors", "layouts", "models", "sources", "tensors"}, set()),
+    "lora_torch": ({"core", "errors", "models", "tensors"}, set()),
     "linearised": ({"errors", "tensors"}, {"torch"}),
     "differences": (
-        {"checkpoint", "core", "errors", "layouts", "linearised", "lora", "models", "sources"}
-        | {"tensors", "vectors"},
+        {"checkpoint", "core", "errors", "layouts", "linearised", "lora", "lora_torch", "models"}
+        | {"sources", "tensors", "vectors"},
         {"torch"},
     ),
-    "bases": ({"errors", "models", "sources", "tensors", "vectors"}, set()),
-    "labels": (
-        {"bases", "checkpoint", "core", "differences", "errors", "headers", "sources"},
-        set(),
-    ),
+    "hashes": ({"cache", "core"}, {"torch"}),
+    "bases": ({"errors", "hashes", "models", "sources", "tensors", "vectors"}, set()),
+    "labels": ({"bases", "checkpoint", "differences", "errors", "headers", "sources"}, set()),
     "extract": (
         {"bases", "checkpoint", "core", "differences", "errors", "files", "labels", "sources"}
         | {"headers", "vectors"},
@@ -59,7 +59,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
     "grids": ({"compare", "describe"}, set()),
     "plots": ({"errors", "files"}, {"matplotlib"}),
-    "heads": ({"checkpoint", "errors", "models"}, {"torch"}),
+    "heads": ({"cache", "checkpoint", "errors", "models"}, {"torch"}),
     "evaluate": (
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
         {"torch"},

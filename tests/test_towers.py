@@ -52,6 +52,11 @@ def vit() -> tuple[torch.nn.Module, torch.Tensor]:
     return make_tower("transformer")
 
 
+def scale_of(tensor: torch.Tensor) -> float:
+    """How large a vector is: a tenth of the weights, and something also where they are all one."""
+    return 0.02 + 0.1 * tensor.std(correction=0).item()
+
+
 def composition_of(
     module: torch.nn.Module, vectors: int = 2, layout: Any = by_block
 ) -> Composition:
@@ -60,7 +65,7 @@ def composition_of(
     stacks = {
         name: stack_blocks(
             {
-                row: Dense(0.1 * tensor.std().nan_to_num() * random(tensor.shape, 97 * row + n))
+                row: Dense(scale_of(tensor) * random(tensor.shape, 97 * row + n))
                 for row in range(vectors)
             }
         )
