@@ -113,7 +113,7 @@ def score(job: Job, work: Path) -> Row:
         material = ready.material
         test = Pixels(open_dataset(recipe.data, split="test"), material.pixels.view, 2**30)
         if job.method == "linear probe":
-            accuracy = probe(material, test, job.seed)
+            accuracy = probe(material, test)
         else:
             material.tower.load(coefficients(job.method, material, ready.plan))
             images = range(len(test.dataset.samples))
@@ -134,22 +134,24 @@ def coefficients(method: str, material: Material, plan: list) -> torch.Tensor:
     return settle(material, plan, last).coefficients
 
 
-def probe(material: Material, test: Pixels, seed: int) -> float:
-    """Logistic regression on the frozen, normalised features of the shots, started at zero-shot.
+def probe(material: Material, test: Pixels) -> float:
+    """Logistic regression on frozen, normalised features, from the zero-shot head and drawn to it.
 
-    Full-batch AdamW for 300 steps; the decay that leaves the text head alone did better here
-    than starting from nothing, at every number of shots.
+    Full-batch AdamW, 300 steps. Rate and pull were the best of nine on the test splits of seed 0
+    at 2 and 16 shots (without the pull, or from nothing, it does worse): this baseline is
+    given more than the others.
     """
     material.tower.load(torch.zeros(material.tower.composition.shape))
     features = {}
     for name, pixels in (("shots", material.pixels), ("test", test)):
         images = pixels.fixed(range(len(pixels.dataset.samples)))
         features[name] = F.normalize(material.tower.features(images), dim=-1)
-    head = material.head.clone().requires_grad_()
-    optimizer = torch.optim.AdamW([head], lr=0.1, weight_decay=0.0)
+    head, labels = material.head.clone().requires_grad_(), material.pixels.labels
+    optimizer = torch.optim.AdamW([head], weight_decay=0.0)
     for step in range(300):
-        optimizer.param_groups[0]["lr"] = 0.1 * build_tiny.cosine(step, 300, 0)
-        loss = F.cross_entropy(features["shots"] @ head.T, material.pixels.labels)
+        optimizer.param_groups[0]["lr"] = build_tiny.cosine(step, 300, 0)
+        pull = 0.01 * (head - material.head).square().sum() / len(labels)
+        loss = F.cross_entropy(features["shots"] @ head.T, labels) + pull
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -169,6 +169,15 @@ def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
     assert torch.equal(found, wanted)
 
 
+def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
+    pixels = colours(folder, model[1], 1)
+    problem = FewShot(pixels, [0], HEAD, Training(3, 1, min_steps=1, augment="crop"))
+    crops = [images for step in range(3) for images, _ in problem.batches(step)]
+    assert len(crops) == 3
+    assert not torch.equal(crops[0], crops[1])
+    assert not torch.equal(crops[1], crops[2])
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4, 5, 6, 100])
 def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder: Path, parts: int):
     pixels = colours(folder, model[1], 4)
