@@ -192,15 +192,37 @@ def test_crops_are_mirrored_only_if_that_is_asked_for(tmp_path: Path, view: View
 
 
 def test_a_large_image_is_kept_smaller_and_its_crops_still_show_it(tmp_path: Path, view: View):
-    """Left half dark, right half bright; any crop of half the area shows both."""
+    """A dark stripe across the middle: any crop of half the area is wide enough to show it."""
     folder = write_images(tmp_path / "photos", count=1)
-    halves = np.zeros((600, 900, 3), dtype=np.uint8)
-    halves[:, 450:] = 255
-    Image.fromarray(halves).save(folder / "cat" / "1.png")
+    stripe = np.full((600, 900, 3), 255, dtype=np.uint8)
+    stripe[:, 350:550] = 0
+    Image.fromarray(stripe).save(folder / "cat" / "1.png")
     room = 3 * (32 * 32 + 48 * 72)  # the view of evaluation, and 1.5 times it to crop from
     pixels = Pixels(open_dataset(str(folder)), view, room)
-    found = crop(pixels, [1] * 20)
+    found = crop(pixels, [1] * 200)
     assert (found.amin((1, 2, 3)) < -0.99).all()
     assert (found.amax((1, 2, 3)) > 0.99).all()
     (folder / "cat" / "1.png").unlink()
     crop(pixels, [1])  # it did fit into the room
+
+
+def test_fine_detail_of_a_large_image_is_averaged_not_skipped(tmp_path: Path, view: View):
+    """A chessboard of single pixels is grey from afar."""
+    folder = write_images(tmp_path / "photos", count=1)
+    board = 255 * (np.indices((600, 900)).sum(axis=0) % 2)
+    Image.fromarray(board.astype(np.uint8)).save(folder / "cat" / "1.png")
+    found = crop(Pixels(open_dataset(str(folder)), view, ROOM), [1] * 20)
+    assert found.abs().max() < 0.1
+
+
+def test_the_room_is_for_all_images_together(tmp_path: Path, view: View):
+    folder = write_images(tmp_path / "photos", count=3)  # six images of 48 x 40 pixels
+    one = 3 * (32 * 32 + 48 * 40)
+    pixels = Pixels(open_dataset(str(folder)), view, 2 * one)
+    pixels.fixed(range(6))
+    for path in folder.rglob("*.png"):
+        path.unlink()
+    pixels.fixed([0, 1])
+    for index in range(2, 6):
+        with pytest.raises(DataError, match="no such image"):
+            pixels.fixed([index])
