@@ -21,12 +21,13 @@ from atlas_cli.core.blocks import Layout, Shapes
 from atlas_cli.core.descent import Descent
 from atlas_cli.data import Dataset
 from atlas_cli.errors import MismatchError
-from atlas_cli.few_shot import Material, Stage, Training, stages
+from atlas_cli.few_shot import Training
 from atlas_cli.heads import zero_shot_head
 from atlas_cli.models import Clip, Opening, open_model, read_tensors
 from atlas_cli.pixels import Pixels, view_of
 from atlas_cli.pools import Member, Pool, compose_pool, open_pool
 from atlas_cli.recipe import FitRecipe, LearnedRecipe, VectorEntry, parse_bytes, parse_penalty
+from atlas_cli.selection import Material, Stage, stages
 from atlas_cli.sources import Source
 from atlas_cli.towers import Tower, crew_for
 

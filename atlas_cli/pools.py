@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from atlas_cli.core.blocks import Layout
-from atlas_cli.core.compose import Composition, Stack, map_blocks, stack_blocks
+from atlas_cli.core.compose import Composition
+from atlas_cli.core.stacks import Stack, map_blocks, stack_blocks
 from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised, encode, storage_of
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.sources import sha256_of

@@ -7,9 +7,10 @@ import dataclasses
 import torch
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.few_shot import Check, Moment
+from atlas_cli.few_shot import Check
 from atlas_cli.learn import Step
 from atlas_cli.runs import Saved
+from atlas_cli.selection import Moment
 
 _STATE = "state."
 

@@ -32,11 +32,12 @@ from atlas_cli.builtin import TASKS
 from atlas_cli.core.storage import Form
 from atlas_cli.data import few_shot, open_dataset
 from atlas_cli.extract import Options, extract_to
-from atlas_cli.few_shot import Material, begin, check, learn, settle
+from atlas_cli.few_shot import check
 from atlas_cli.fit import Inputs, prepared
 from atlas_cli.models import Opening
 from atlas_cli.pixels import Pixels
 from atlas_cli.recipe import FitRecipe
+from atlas_cli.selection import Material, begin, learn, settle
 from atlas_cli.sources import locate, parse_reference
 
 CONTROL = "everything"

@@ -115,8 +115,9 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     import torch
 
     from atlas_cli.core.blocks import by_block
-    from atlas_cli.core.compose import Composition, stack_blocks
+    from atlas_cli.core.compose import Composition
     from atlas_cli.core.descent import Descender, Descent
+    from atlas_cli.core.stacks import stack_blocks
     from atlas_cli.towers import Tower
 
     tower.requires_grad_(False)

@@ -16,7 +16,8 @@ from test_lora import adapt, clip, small_config
 
 from atlas_cli import layouts
 from atlas_cli.core.blocks import by_block
-from atlas_cli.core.compose import Composition, FactorStack, compose, stack_blocks
+from atlas_cli.core.compose import Composition, compose
+from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.differences import Choice
 from atlas_cli.models import Blueprint, build, fill, read_tensors

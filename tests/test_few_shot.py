@@ -14,27 +14,16 @@ from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
 from atlas_cli.core.blocks import by_block
-from atlas_cli.core.compose import Composition, stack_blocks
+from atlas_cli.core.compose import Composition
 from atlas_cli.core.descent import Descent
+from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.data import Sample, open_dataset
 from atlas_cli.errors import DataError
-from atlas_cli.few_shot import (
-    Check,
-    FewShot,
-    Material,
-    Moment,
-    Training,
-    Verdict,
-    begin,
-    check,
-    learn,
-    predict,
-    settle,
-    stages,
-)
+from atlas_cli.few_shot import Check, FewShot, Training, check, predict
 from atlas_cli.models import Blueprint, build
 from atlas_cli.pixels import Pixels, View, view_of
+from atlas_cli.selection import Material, Moment, Verdict, begin, learn, settle, stages
 from atlas_cli.towers import Tower
 
 QUICK = Training(epochs=3, batch_size=6, min_steps=2, augment="none")

@@ -71,18 +71,29 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "towers": ({"core"}, {"torch"}),
     "learn": ({"core", "errors", "towers"}, {"torch"}),
-    "few_shot": ({"core", "errors", "learn", "pixels", "towers"}, {"torch"}),
+    "few_shot": ({"core", "learn", "pixels", "towers"}, {"torch"}),
+    "selection": ({"core", "errors", "few_shot", "learn", "pixels", "towers"}, {"torch"}),
     "runs": ({"checkpoint", "errors", "files"}, {"torch"}),
-    "resuming": ({"errors", "few_shot", "learn", "runs"}, {"torch"}),
+    "resuming": ({"errors", "few_shot", "learn", "runs", "selection"}, {"torch"}),
     "fit": (
-        {"coefficients", "core", "data", "errors", "few_shot", "heads", "models", "pixels"}
+        {
+            "selection",
+            "coefficients",
+            "core",
+            "data",
+            "errors",
+            "few_shot",
+            "heads",
+            "models",
+            "pixels",
+        }
         | {"pools", "recipe", "sources", "towers"},
         {"torch"},
     ),
     "export": ({"data", "errors", "images"}, set()),
     "__main__": ({"commands"}, set()),
     "commands": (
-        {"coefficients", "few_shot", "fit", "resuming", "runs"}
+        {"coefficients", "fit", "resuming", "runs", "selection"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.descent import Descender, Descent
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
-from atlas_cli.few_shot import Check, Moment
+from atlas_cli.few_shot import Check
 from atlas_cli.learn import Step
 from atlas_cli.resuming import from_saved, to_saved
 from atlas_cli.runs import Run, Saved, check_folder, open_run
+from atlas_cli.selection import Moment
 
 CONFIG = {
     "command": "fit",

@@ -13,8 +13,9 @@ from conftest import HALF, TINY_CONFIG
 from torch.func import functional_call
 
 from atlas_cli.core.blocks import by_block, by_vector
-from atlas_cli.core.compose import Composition, compose, stack_blocks
+from atlas_cli.core.compose import Composition, compose
 from atlas_cli.core.descent import Descender, Descent
+from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
 from atlas_cli.learn import descend, generator_of

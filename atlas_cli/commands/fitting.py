@@ -24,9 +24,9 @@ from atlas_cli.recipe import FitRecipe, check_fit, parse_shots, read_recipe, wri
 from atlas_cli.sources import check_architecture, locate, parse_reference
 
 if TYPE_CHECKING:
-    from atlas_cli.few_shot import Moment, Verdict
     from atlas_cli.fit import Inputs, Prepared
     from atlas_cli.runs import Run
+    from atlas_cli.selection import Moment, Verdict
 
 _SAVE_EVERY = 1.0  # seconds
 
@@ -162,8 +162,8 @@ def _say_plan(ready: Prepared) -> None:
 
 def _learn(ready: Prepared, wishes: Wishes) -> tuple[str, Verdict, bool]:
     """Learn, and write the folder if there is one. A failure leaves nothing half-written."""
-    from atlas_cli.few_shot import settle
     from atlas_cli.runs import open_run
+    from atlas_cli.selection import settle
 
     folder = None
     if ready.large and wishes.folder is None:
@@ -183,8 +183,8 @@ def _learn(ready: Prepared, wishes: Wishes) -> tuple[str, Verdict, bool]:
 
 def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) -> Moment:
     """Take steps until the end, or until someone stops it."""
-    from atlas_cli.few_shot import begin, learn
     from atlas_cli.resuming import from_saved, to_saved
+    from atlas_cli.selection import begin, learn
 
     material, plan = ready.material, ready.plan
     saved = folder.restore() if folder and wishes.resume else None

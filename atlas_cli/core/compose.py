@@ -8,102 +8,12 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.blocks import Layout, Placement, Scattered, Segments, indices
-from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.core.blocks import Layout, Placement, Scattered, Segments
+from atlas_cli.core.stacks import FactorStack, Stack, add, dot, scatter_add, scattered_dot
 
 Tensors = Mapping[str, torch.Tensor]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
 Spread = Callable[[Callable[[str], Any], Iterable[str]], Iterable[Any]]
-_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a vector expanded at a time
-
-
-@dataclass(frozen=True)
-class DenseStack:
-    """T with one row per vector, (k, d), in the dtype of storage."""
-
-    members: tuple[int, ...]
-    values: torch.Tensor
-
-
-@dataclass(frozen=True)
-class QuantisedStack:
-    """Codes (k, rows, columns) and scales (k, rows): T = scales * codes."""
-
-    members: tuple[int, ...]
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FactorStack:
-    """T_i = up[:, owner = i] @ down[owner = i] in `rows`; `owner` tells the vector of a term."""
-
-    members: tuple[int, ...]
-    start: int
-    up: torch.Tensor
-    down: torch.Tensor
-    owner: torch.Tensor
-
-
-@dataclass(frozen=True)
-class MappedStack:
-    """Blocks that stay where they are, such as in a mapped file; one for each vector."""
-
-    members: tuple[int, ...]
-    blocks: tuple[Dense | Quantised, ...]
-
-
-Stack = DenseStack | QuantisedStack | FactorStack | MappedStack
-
-
-def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
-    """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
-    apart = {i: block for i, block in blocks.items() if not isinstance(block, Factors)}
-    kept = tuple(block for block in apart.values() if not isinstance(block, Factors))
-    rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
-    return (MappedStack(tuple(apart), kept), *rest) if apart else rest
-
-
-def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
-    """The blocks of one name in several vectors, those of one storage together.
-
-    Keys are the rows of the coefficient table. A vector without the block is simply absent.
-    """
-    kinds: dict[Any, dict[int, Block]] = {}
-    for vector, block in blocks.items():
-        kinds.setdefault(_kind(block), {})[vector] = block
-    return tuple(stack for alike in kinds.values() for stack in _stack_alike(alike))
-
-
-def _kind(block: Block) -> Any:
-    match block:
-        case Dense(values):
-            return values.dtype
-        case Quantised():
-            return Quantised
-        case Factors(_, parts):
-            return tuple((part.start, len(part.up)) for part in parts)
-
-
-def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
-    members, found = tuple(blocks), list(blocks.values())
-    first = found[0]
-    if isinstance(first, Dense):
-        dense = [block.values.flatten() for block in found if isinstance(block, Dense)]
-        yield DenseStack(members, torch.stack(dense))
-    elif isinstance(first, Quantised):
-        eight = [block for block in found if isinstance(block, Quantised)]
-        rows = len(first.scales)
-        codes = torch.stack([block.values.reshape(rows, -1) for block in eight])
-        yield QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
-    else:
-        factors = [block for block in found if isinstance(block, Factors)]
-        for number, part in enumerate(first.parts):
-            ups = [block.parts[number].up for block in factors]
-            downs = [block.parts[number].down for block in factors]
-            owner = [i for i, up in enumerate(ups) for _ in range(up.shape[1])]
-            owners = torch.tensor(owner, device=part.up.device)
-            yield FactorStack(members, part.start, torch.cat(ups, 1), torch.cat(downs), owners)
 
 
 @dataclass(frozen=True)
@@ -185,10 +95,10 @@ def compose_block(
         if isinstance(stack, FactorStack) or isinstance(placement, Scattered):
             total.copy_(start_from)
         if isinstance(placement, Scattered):
-            _scatter_add(total, stack, placement, rows)
+            scatter_add(total, stack, placement, rows)
         else:
             for start, stop, column in _segments(placement):
-                _add(total, stack, (start, stop), rows[:, column], start_from)
+                add(total, stack, (start, stop), rows[:, column], start_from)
         start_from = total
     return result
 
@@ -203,134 +113,12 @@ def _dots(
         members = torch.tensor(stack.members, device=flat.device)
         if isinstance(placement, Scattered):
             columns = slice(placement.first, placement.first + placement.parts)
-            yield members, columns, _scattered_dot(flat, stack, placement)
+            yield members, columns, scattered_dot(flat, stack, placement)
             continue
         for start, stop, column in _segments(placement):
-            yield members, column, _dot(flat, stack, (start, stop))
+            yield members, column, dot(flat, stack, (start, stop))
 
 
 def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
     assert isinstance(placement, Segments)
     yield from zip(placement.bounds, placement.bounds[1:], placement.columns, strict=False)
-
-
-# One stack, a contiguous range of elements, one weight per vector ------------------------------
-
-Range = tuple[int, int]
-
-
-def _add(
-    total: torch.Tensor, stack: Stack, span: Range, weights: torch.Tensor, onto: torch.Tensor
-) -> None:
-    """total[span] = onto[span] + weights @ T[:, span]; factors find `onto` in `total` already."""
-    if isinstance(stack, FactorStack):
-        span, width, inner = _factor_rows(stack, span)
-        up = stack.up[inner].float() * weights[stack.owner]
-        total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
-        return
-    for start, stop, tile in _tiles(stack, span):
-        torch.addmv(onto[start:stop].float(), tile.T, weights, out=total[start:stop])
-
-
-def _dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
-    """T[:, span] @ gradient[span], one number per vector, summed over tiles in float64."""
-    total = torch.zeros(len(stack.members), dtype=torch.float64, device=gradient.device)
-    if isinstance(stack, FactorStack):
-        span, width, inner = _factor_rows(stack, span)
-        part = gradient[slice(*span)].view(-1, width)
-        terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
-        return total.index_add_(0, stack.owner, terms.double())
-    for start, stop, tile in _tiles(stack, span):
-        total += tile @ gradient[start:stop]
-    return total
-
-
-def _tiles(
-    stack: DenseStack | QuantisedStack | MappedStack, span: Range
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """A range of T in float32, in pieces that a cache holds: start, stop, (k, stop - start)."""
-    if isinstance(stack, MappedStack):
-        step = _TILE["cpu"]
-        for start in range(span[0], span[1], step):
-            stop = min(start + step, span[1])
-            yield start, stop, torch.stack([_slice(b, start, stop) for b in stack.blocks])
-        return
-    if isinstance(stack, DenseStack):
-        step = _step(stack.values)
-        for start in range(span[0], span[1], step):
-            stop = min(start + step, span[1])
-            yield start, stop, stack.values[:, start:stop].float()
-        return
-    count, rows, columns = stack.codes.shape
-    if rows == 1:  # one scale for all
-        for start, stop, tile in _tiles(DenseStack(stack.members, stack.codes[:, 0]), span):
-            yield start, stop, tile * stack.scales
-        return
-    step = max(1, _step(stack.codes) // columns)
-    for first in range(span[0] // columns, span[1] // columns, step):
-        some = slice(first, min(first + step, span[1] // columns))
-        tile = stack.codes[:, some].float().mul_(stack.scales[:, some, None])
-        yield some.start * columns, some.stop * columns, tile.view(count, -1)
-
-
-def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
-    """Some elements of a block in float32."""
-    if isinstance(block, Dense):
-        return block.values.reshape(-1)[start:stop].float()
-    codes = block.values.reshape(len(block.scales), -1)
-    columns = codes.shape[1]
-    rows = slice(start // columns, -(-stop // columns))
-    values = codes[rows].float() * block.scales[rows, None]
-    return values.flatten()[start - rows.start * columns : stop - rows.start * columns]
-
-
-def _step(values: torch.Tensor) -> int:
-    return _TILE.get(values.device.type, 1 << 20)
-
-
-def _factor_rows(stack: FactorStack, span: Range) -> tuple[Range, int, slice]:
-    """What a range and the stack share: elements, columns of the block, rows of `up`."""
-    width = stack.down.shape[1]
-    first = max(span[0] // width, stack.start)
-    last = max(first, min(span[1] // width, stack.start + len(stack.up)))
-    inner = slice(first - stack.start, last - stack.start)
-    return (first * width, last * width), width, inner
-
-
-# One stack, a coefficient for each of many scattered subsets -----------------------------------
-
-
-def _scatter_add(
-    total: torch.Tensor, stack: Stack, placement: Scattered, coefficients: torch.Tensor
-) -> None:
-    """total += sum over i of coefficients[i, part(e)] * T_i, tile by tile."""
-    part_of = indices(placement, len(total)).to(total.device)
-    own = coefficients[:, placement.first : placement.first + placement.parts]
-    for start, stop, tile in _dense_tiles(stack, len(total)):
-        total[start:stop] += (own[:, part_of[start:stop].long()] * tile).sum(0)
-
-
-def _scattered_dot(gradient: torch.Tensor, stack: Stack, placement: Scattered) -> torch.Tensor:
-    """Per vector and part, the sum of T_i * gradient over the elements of the part."""
-    part_of = indices(placement, len(gradient)).to(gradient.device)
-    shape = len(stack.members), placement.parts
-    total = torch.zeros(shape, dtype=torch.float64, device=gradient.device)
-    for start, stop, tile in _dense_tiles(stack, len(gradient)):
-        products = (tile * gradient[start:stop]).double()
-        total.index_add_(1, part_of[start:stop].long(), products)
-    return total
-
-
-def _dense_tiles(stack: Stack, size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Ranges of elements and the float32 values of every vector in them, (k, tile)."""
-    if not isinstance(stack, FactorStack):
-        yield from _tiles(stack, (0, size))
-        return
-    width = stack.down.shape[1]
-    step = max(1, _step(stack.up) // width)
-    terms = [stack.owner == i for i in range(len(stack.members))]
-    for row in range(0, len(stack.up), step):
-        some = stack.up[row : row + step].float()
-        values = torch.stack([(some[:, t] @ stack.down[t].float()).flatten() for t in terms])
-        start = (stack.start + row) * width
-        yield start, start + values.shape[1], values
