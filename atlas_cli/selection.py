@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atlas_cli.core.descent import Descender
-from atlas_cli.errors import DataError
+from atlas_cli.errors import AtlasError, DataError
 from atlas_cli.few_shot import Check, FewShot, Training, check
 from atlas_cli.learn import Step, descend, generator_of
 from atlas_cli.pixels import Pixels
@@ -186,6 +186,8 @@ def settle(material: Material, plan: Sequence[Stage], moment: Moment) -> Verdict
         if found > checks[plan[0].name][0]:
             best = current
         checks[plan[0].name] = [*checks[plan[0].name], found]
+    if not best.isfinite().all():
+        raise AtlasError("the coefficients are no longer finite; a lower learning rate may help")
     means = _means(checks)
     after = max(means) if best.any() else means[0]
     return Verdict(best, means[0], after)

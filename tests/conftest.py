@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+# Small tensors gain nothing from several threads, and on a busy machine lose much to waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TINY_CONFIG = {
     "embed_dim": 32,
     "quick_gelu": False,
