@@ -56,7 +56,7 @@ class FewShot:
         for start in range(0, len(chosen), size):
             part = chosen[start : start + size]
             images = self._show(part, random)
-            yield images.to(self._head.device), self._loss_of(part, len(part) / len(chosen))
+            yield images, self._loss_of(part, len(part) / len(chosen))
 
     def _show(self, part: Sequence[int], random: torch.Generator) -> torch.Tensor:
         if self._training.augment == "none":
@@ -117,6 +117,6 @@ def predict(
     """The logits of images as evaluation sees them, (images, classes)."""
     found = []
     for start in range(0, len(indices), _CHECKED_AT_ONCE):
-        images = pixels.fixed(indices[start : start + _CHECKED_AT_ONCE]).to(head.device)
+        images = pixels.fixed(indices[start : start + _CHECKED_AT_ONCE])
         found.append(logits_of(tower.features(images), head).cpu())
     return torch.cat(found)

@@ -154,11 +154,11 @@ def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[Prepared]:
         refuse_target(pool, inputs.dataset)
     layout = layout_of(recipe, pool.shapes)
     view = view_of(clip.preprocess)
-    pixels = Pixels(inputs.dataset, view, _PIXELS)
+    pixels = Pixels(inputs.dataset, view, _PIXELS, clip.device)
     plan = stages(recipe.select, pixels, recipe.seed)
     head = zero_shot_head(clip, inputs.dataset.classes, inputs.dataset.templates, warn)
     composition = compose_pool(pool, base, layout, clip.device)
-    judges = Pixels(inputs.judges, view, _PIXELS) if inputs.judges else None
+    judges = Pixels(inputs.judges, view, _PIXELS, clip.device) if inputs.judges else None
     with crew_for(module, inputs.threads) as crew:
         tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
         scaled = clip.device.type == "cuda"

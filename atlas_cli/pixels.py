@@ -55,11 +55,15 @@ def view_of(preprocess: Preprocess) -> View:
 class Pixels:
     """The images of a dataset, decoded when first asked for and kept while there is room.
 
-    `budget` is in bytes; what does not fit is decoded anew each time.
+    `budget` is in bytes; what does not fit is decoded anew each time. Kept pixels are in main
+    memory; what is made of them is on `device`.
     """
 
-    def __init__(self, dataset: Dataset, view: View, budget: int) -> None:
+    def __init__(
+        self, dataset: Dataset, view: View, budget: int, device: torch.device | None = None
+    ) -> None:
         self.dataset = dataset
+        self._device = device or torch.device("cpu")
         self.view = view
         self._room = budget
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -71,7 +75,8 @@ class Pixels:
 
     def fixed(self, indices: Sequence[int]) -> torch.Tensor:
         """The images as evaluation sees them, normalised, (images, 3, size, size)."""
-        return self.view.normalised(torch.stack([pair[0] for pair in self._find(indices)]))
+        stacked = torch.stack([pair[0] for pair in self._find(indices)])
+        return self.view.normalised(stacked.to(self._device))
 
     def cropped(
         self, indices: Sequence[int], random: torch.Generator, *, mirror: bool
@@ -79,7 +84,7 @@ class Pixels:
         """A random crop of every image, perhaps mirrored, normalised."""
         stacked, sizes = augment.stack_images([pair[1] for pair in self._find(indices)])
         crops = augment.draw_crops(sizes, random, mirror=mirror)
-        return self.view.normalised(augment.take(stacked, crops, self.view.size))
+        return self.view.normalised(augment.take(stacked.to(self._device), crops, self.view.size))
 
     def _find(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         missing = sorted({index for index in indices if index not in self._kept})

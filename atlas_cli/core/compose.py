@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from atlas_cli.core.blocks import Layout, Placement, Scattered, Segments
-from atlas_cli.core.stacks import FactorStack, Stack, add, dot, scatter_add, scattered_dot
+from atlas_cli.core.stacks import FactorStack, Stack, add, dot, scatter_add, scattered_dot, widest
 
 Tensors = Mapping[str, torch.Tensor]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
@@ -68,7 +68,7 @@ def coefficient_gradient(
 ) -> torch.Tensor:
     """T vec(G) of every block, summed over the blocks that share a coefficient, in float64."""
     first = next(iter(composition.base.values()))
-    total = torch.zeros(composition.shape, dtype=torch.float64, device=first.device)
+    total = torch.zeros(composition.shape, dtype=widest(first), device=first.device)
     parts = spread(lambda name: list(_dots(composition, name, gradients[name])), gradients)
     for part in parts:
         for members, columns, values in part:

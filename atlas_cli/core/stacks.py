@@ -118,19 +118,20 @@ def add(
         total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
         return
     for start, stop, tile in _tiles(stack, span):
-        torch.addmv(onto[start:stop].float(), tile.T, weights, out=total[start:stop])
+        there = tile.to(total.device)
+        torch.addmv(onto[start:stop].float(), there.T, weights, out=total[start:stop])
 
 
 def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
     """T[:, span] @ gradient[span], one number per vector, summed over tiles in float64."""
-    total = torch.zeros(len(stack.members), dtype=torch.float64, device=gradient.device)
+    total = torch.zeros(len(stack.members), dtype=widest(gradient), device=gradient.device)
     if isinstance(stack, FactorStack):
         span, width, inner = _factor_rows(stack, span)
         part = gradient[slice(*span)].view(-1, width)
         terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
-        return total.index_add_(0, stack.owner, terms.double())
+        return total.index_add_(0, stack.owner, terms.to(total.dtype))
     for start, stop, tile in _tiles(stack, span):
-        total += tile @ gradient[start:stop]
+        total += tile.to(gradient.device) @ gradient[start:stop]
     return total
 
 
@@ -173,6 +174,11 @@ def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
     return values.flatten()[start - rows.start * columns : stop - rows.start * columns]
 
 
+def widest(values: torch.Tensor) -> torch.dtype:
+    """float64, or float32 where a device has nothing wider."""
+    return torch.float32 if values.device.type == "mps" else torch.float64
+
+
 def _step(values: torch.Tensor) -> int:
     return _TILE.get(values.device.type, 1 << 20)
 
@@ -196,16 +202,17 @@ def scatter_add(
     part_of = indices(placement, len(total)).to(total.device)
     own = coefficients[:, placement.first : placement.first + placement.parts]
     for start, stop, tile in _dense_tiles(stack, len(total)):
-        total[start:stop] += (own[:, part_of[start:stop].long()] * tile).sum(0)
+        there = tile.to(total.device)
+        total[start:stop] += (own[:, part_of[start:stop].long()] * there).sum(0)
 
 
 def scattered_dot(gradient: torch.Tensor, stack: Stack, placement: Scattered) -> torch.Tensor:
     """Per vector and part, the sum of T_i * gradient over the elements of the part."""
     part_of = indices(placement, len(gradient)).to(gradient.device)
     shape = len(stack.members), placement.parts
-    total = torch.zeros(shape, dtype=torch.float64, device=gradient.device)
+    total = torch.zeros(shape, dtype=widest(gradient), device=gradient.device)
     for start, stop, tile in _dense_tiles(stack, len(gradient)):
-        products = (tile * gradient[start:stop]).double()
+        products = (tile.to(total.device) * gradient[start:stop]).to(total.dtype)
         total.index_add_(1, part_of[start:stop].long(), products)
     return total
 
