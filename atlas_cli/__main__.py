@@ -8,35 +8,40 @@ import sys
 from types import FrameType
 
 _INTERRUPTED = 130
-_AGAIN = 3.0  # seconds after which an interrupt that something swallowed is raised anew
+_SOON, _AGAIN = 0.05, 2.0  # seconds
+_IMPORT = "<frozen importlib._bootstrap>"
 _interrupts: list[int] = []
-_main_process = os.getpid()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End the work. Within an import, end the process: libraries may swallow the exception there,
-    and nothing has been begun that would need an orderly end.
+    """End the work: once no import is under way, since extensions abort on an exception there.
+
+    Should something swallow the exception, it is raised anew.
     """
     _interrupts.append(number)
+    importing = _is_importing(frame)
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-    while frame is not None and os.getpid() == _main_process:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            _leave("atlas: interrupted\n")
-        frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, _SOON if importing else _AGAIN)
+        if importing:
+            return
     raise KeyboardInterrupt
 
 
-def _leave(message: str = "") -> None:
-    """End at once: an interpreter that was interrupted within exec() ends by a signal instead."""
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    os._exit(_INTERRUPTED)
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and leave with its exit code.
+
+    An interrupt may surface as another exception when it hits the import of a C extension; it
+    is an interrupt all the same.
+    """
     try:
         signal.signal(signal.SIGINT, _interrupt)
         from atlas_cli.commands.app import main
@@ -45,9 +50,12 @@ def run() -> None:
     except BaseException:
         if not _interrupts:
             raise
-        _leave("atlas: interrupted\n")
+        sys.stderr.write("atlas: interrupted\n")
+        code = _INTERRUPTED
     if code == _INTERRUPTED:
-        _leave()
+        # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
