@@ -1,6 +1,7 @@
 """What learned coefficients buy from a few images per class, on the built-in tasks.
 
     python benchmarks/few_shot.py [--work DIR] [--shots 1 2 4 8 16] [--seeds 0 1 2] [--jobs 2]
+    python benchmarks/few_shot.py --augment flip --shots 2 --seeds 0 [--work DIR]
     python benchmarks/few_shot.py --storage [--work DIR]
 
 Every task is the target once, with its own vector left out of the pool of eight. All methods see
@@ -61,6 +62,7 @@ class Job:
     seed: int
     method: str
     form: str = "fp32"
+    augment: str = "none"  # a mirrored digit is another digit, and a cropped scene another count
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Row:
     method: str
     form: str
     accuracy: float
+    augment: str = "none"
 
 
 def make_vectors(work: Path) -> None:
@@ -103,7 +106,7 @@ def score(job: Job, work: Path) -> Row:
         vectors=others,
         shots=job.shots,
         granularity=granularity,
-        augment="none",  # a mirrored digit is another digit, and a cropped scene another count
+        augment=job.augment,
         seed=job.seed,
     )
     dataset = few_shot(open_dataset(recipe.data, split="train"), job.shots, job.seed)
@@ -168,7 +171,7 @@ def results(jobs: Iterable[Job], work: Path, processes: int) -> list[Row]:
     path = work / "rows.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [Row(**json.loads(line)) for line in lines]
-    done = {(r.task, r.shots, r.seed, r.method, r.form) for r in rows}
+    done = {(r.task, r.shots, r.seed, r.method, r.form, r.augment) for r in rows}
     missing = [job for job in jobs if tuple(asdict(job).values()) not in done]
     with ProcessPoolExecutor(processes) as pool, path.open("a") as file:
         for row in pool.map(score, missing, [work] * len(missing)):
@@ -203,7 +206,7 @@ def table(header: list[str], lines: Iterable[list[str]]) -> Iterator[str]:
 
 def show_methods(rows: list[Row], shots: list[int], seeds: list[int]) -> None:
     rows = [r for r in rows if r.form == "fp32" and r.shots in shots and r.seed in seeds]
-    header = ["mean of 8 tasks", *(f"k = {k}" for k in shots)]
+    header = [f"mean of {len(TARGETS)} tasks", *(f"k = {k}" for k in shots)]
     cells = ([m, *(f"{mean(rows, method=m, shots=k):.1f}" for k in shots)] for m in METHODS)
     print("\n".join(table(header, cells)), end="\n\n")
     for task in TARGETS:
@@ -236,6 +239,7 @@ def main() -> None:
     parser.add_argument("--shots", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--augment", choices=("none", "crop", "flip"), default="none")
     parser.add_argument("--storage", action="store_true", help="compare how vectors are kept")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -245,13 +249,15 @@ def main() -> None:
         show_forms(results(jobs, options.work, options.jobs))
         return
     jobs = [
-        Job(task, shots, seed, method)
+        Job(task, shots, seed, method, augment=options.augment)
         for seed in options.seeds
         for shots in options.shots
         for method in METHODS
         for task in TARGETS
     ]
-    show_methods(results(jobs, options.work, options.jobs), options.shots, options.seeds)
+    rows = results(jobs, options.work, options.jobs)
+    rows = [row for row in rows if row.augment == options.augment]
+    show_methods(rows, options.shots, options.seeds)
 
 
 if __name__ == "__main__":
