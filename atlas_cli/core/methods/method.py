@@ -32,6 +32,7 @@ class Values:
     models: tuple[Mapping[str, Any], ...]
     merge: Mapping[str, Any]
     seed: int = 0
+    depth: float | None = None  # of the tensor's layer, from 0 (first) to 1 (last)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Parameter:
     default: float | bool | str | None
     low: float | None = None
     high: float | None = None
+    choices: tuple[str, ...] = ()  # of a parameter that is a word
 
 
 Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more
@@ -61,4 +63,5 @@ class Method:
     needs_base: bool = False
     models: tuple[int, int | None] = (1, None)  # how many, not counting the base
     whole: bool = False
+    ignores_base: bool = False  # a base is one of the models, as linear has it
     fields: Mapping[str, Any] = field(default_factory=dict)

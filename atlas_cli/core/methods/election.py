@@ -1,0 +1,71 @@
+"""Sign election: where models disagree, those on the side that weighs more are heard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from atlas_cli.core.methods.bits import bits_of, negative_, nonzero, where_
+from atlas_cli.core.methods.tiling import add_up
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What peers do differently in an election; the defaults are mergekit's."""
+
+    by: str = "sum"  # of the values, or `count` of the signs
+    zero_sign: int = 1  # of a sum that is zero
+    weigh: str = "before"  # or after the election
+    divisor: str = "weight"  # of those elected, or their `count`
+
+
+def elected_signs(deltas: list[torch.Tensor], rules: Rules) -> torch.Tensor:
+    """-1 where the sum over models is negative, else 0; as integers of the size of the values."""
+    votes = [delta.sign() for delta in deltas] if rules.by == "count" else deltas
+    sums = add_up(votes)
+    zeros = nonzero(sums).bitwise_not_() if rules.zero_sign < 0 else None
+    signs = negative_(bits_of(sums))
+    return signs if zeros is None else signs.bitwise_or_(zeros)
+
+
+def silence_(delta: torch.Tensor, signs: torch.Tensor) -> None:
+    """delta * [sign(delta) = sign], in place."""
+    bits = bits_of(delta)
+    against = negative_(bits ^ signs)
+    bits &= against.bitwise_not_()
+
+
+def merge_elected(
+    deltas: list[torch.Tensor], weights: list[float], rules: Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of w_t d_t, sum of w_t) over the models t whose sign is the elected one.
+
+    The deltas are spent. A zero has no sign; a sum of weights of zero becomes one.
+    """
+    if rules.weigh == "before":
+        weigh_(deltas, weights)
+    signs = elected_signs(deltas, rules)
+    for delta in deltas:
+        silence_(delta, signs)
+    shares = _shares(deltas, weights if rules.divisor == "weight" else [1.0] * len(weights))
+    if rules.weigh == "after":
+        weigh_(deltas, weights)
+    return add_up(deltas), shares
+
+
+def weigh_(deltas: list[torch.Tensor], weights: list[float]) -> None:
+    """w_t d_t, in place."""
+    for delta, weight in zip(deltas, weights, strict=True):
+        if weight != 1:
+            delta.mul_(weight)
+
+
+def _shares(deltas: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """sum of w_t over the models t that are not zero; one if that is zero."""
+    dtype = deltas[0].dtype
+    terms = [where_(nonzero(d), w, dtype) for d, w in zip(deltas, weights, strict=True)]
+    shares = add_up(terms)
+    bits = bits_of(shares)
+    bits |= bits_of(where_(nonzero(shares).bitwise_not_(), 1.0, dtype))
+    return shares
