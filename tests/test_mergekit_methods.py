@@ -70,11 +70,30 @@ CHOSEN = [
     Case("breadcrumbs", WEIGHTS | {"density": 0.5, "gamma": [0.01, 0.1, 0.7]}),
     Case("breadcrumbs", WEIGHTS | {"density": [0.9, 0.3, 0.0], "gamma": 0.0}),
     Case("breadcrumbs_ties", WEIGHTS | {"density": [0.5, 0.2, 0.9], "gamma": 0.1}),
+    Case("sce", {"select_topk": 0.3, "int8_mask": True}),
+    Case("sce", {"select_topk": 0.9}, 4),
 ]
 # Through a norm or an angle of the whole tensor.
 MEASURED = [
     Case("slerp", {"t": 0.3}, 1),
     Case("slerp", {"t": 1.4}, 1),
+    Case("nuslerp", {"weight": [0.3, 0.7]}, 2),
+    Case("nuslerp", {"weight": [1.0, -1.0]}, 2, base=False),
+    Case("nuslerp", {"weight": [2.0, 0.5], "nuslerp_flatten": False}, 2),
+    Case("nuslerp", {"weight": [1.0, 0.5], "nuslerp_flatten": False}, 2, base=False),
+    Case("nuslerp", {"weight": [1.0, 0.5], "nuslerp_flatten": False, "nuslerp_row_wise": True}, 2),
+    Case("multislerp", {"weight": [0.5, 0.3, 0.9]}),
+    Case("multislerp", {"weight": [0.5, 0.3, 0.9], "normalize_weights": False}, base=False),
+    Case("multislerp", {"weight": [1.0]}, 1),
+    Case("karcher", {}, base=False),
+    Case("karcher", {}, 4, base=False),
+    Case("karcher", {"max_iter": 2, "tol": 1e-3}, 2, base=False),
+    Case("karcher", {}, 1, base=False),
+    Case("model_stock", {}),
+    Case("model_stock", {}, 4),
+    Case("model_stock", {"filter_wise": True}),
+    Case("sce", {}),
+    Case("sce", {"select_topk": 0.0}),
 ]
 
 

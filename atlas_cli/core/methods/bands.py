@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.methods.bits import at_least, below, bits_of, largest
+from atlas_cli.core.methods.bits import at_least, below, bits_of, magnitudes
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 from atlas_cli.core.methods.selection import Cut, find_cuts
 from atlas_cli.core.methods.sparsify import EVERYTHING, NOTHING, Sparsifier, delta_of
@@ -75,24 +75,29 @@ def _band(cuts: list[Cut]) -> Band:
     return Band(cuts[0], cuts[1] if len(cuts) > 1 else None)
 
 
+def band_mask(values: torch.Tensor, start: int, band: Band) -> torch.Tensor:
+    """-1 where low <= (|value|, position) < high, else 0; the first value is at `start`."""
+    sizes = magnitudes(values)
+    flat, ends = sizes.view(-1), {0, sizes.numel()}
+    for cut in (band.low, band.high):
+        if cut is not None and 0 < cut.position - start < len(flat):
+            ends.add(cut.position - start)
+    for first, last in pairwise(sorted(ends)):
+        _mask_(flat[first:last], start + first, band)
+    return sizes
+
+
+def _mask_(sizes: torch.Tensor, start: int, band: Band) -> None:
+    """As band_mask, in place, for elements all on one side of the positions of the cuts."""
+    mask = at_least(sizes, band.low.value + (start < band.low.position))
+    if band.high is not None:
+        mask &= below(sizes, band.high.value + (start < band.high.position))
+    sizes.copy_(mask)
+
+
 def keep_band_(delta: torch.Tensor, tile: Tile, band: Band) -> None:
     """delta * [low <= (|delta|, position) < high], in place."""
-    bits = bits_of(delta).view(-1)
-    ends = {0, len(bits)}
-    for cut in (band.low, band.high):
-        if cut is not None and 0 < cut.position - tile.start < len(bits):
-            ends.add(cut.position - tile.start)
-    edges = sorted(ends)
-    for start, stop in pairwise(edges):
-        _keep_between_(bits[start:stop], tile.start + start, band)
-
-
-def _keep_between_(bits: torch.Tensor, start: int, band: Band) -> None:
-    """As keep_band_, for elements that lie all on one side of the positions of the cuts."""
-    size = bits & largest(bits)
-    bits &= at_least(size, band.low.value + (start < band.low.position))
-    if band.high is not None:
-        bits &= below(size, band.high.value + (start < band.high.position))
+    bits_of(delta).bitwise_and_(band_mask(delta, tile.start, band))
 
 
 LARGEST = Sparsifier(lambda tiles, values: survey_bands(tiles, values, _top), keep_band_)

@@ -1,0 +1,192 @@
+"""The middle of many models on a sphere: multislerp, and the Karcher mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.core.methods.spherical import vectors_of
+from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces, rounded, total, wide
+from atlas_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What multislerp knows of the whole tensor, in the dtype of the tensors; grows by passes."""
+
+    weights: torch.Tensor
+    eps: float
+    norms: torch.Tensor
+    mean_norm: torch.Tensor
+    dots: torch.Tensor
+    tangent_norm: torch.Tensor
+
+    def units(self, tile: Tile) -> list[torch.Tensor]:
+        """u_t = v_t / |v_t|"""
+        return [v / (n + self.eps) for v, n in zip(vectors_of(tile), self.norms, strict=True)]
+
+    def weighted(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        """sum_t w_t x_t"""
+        return add_up([x * w for x, w in zip(terms, self.weights, strict=True)])
+
+    def mean(self, units: list[torch.Tensor]) -> torch.Tensor:
+        """m = sum_t w_t u_t / |sum_t w_t u_t|"""
+        return self.weighted(units).div_(self.mean_norm)
+
+    def tangent(self, units: list[torch.Tensor], mean: torch.Tensor) -> torch.Tensor:
+        """sum_t w_t (u_t - <u_t, m> m)"""
+        return self.weighted([u - d * mean for u, d in zip(units, self.dots, strict=True)])
+
+
+def _over(tiles: Tiles, terms: Callable[[Tile], list[torch.Tensor]]) -> torch.Tensor:
+    """Each of several terms, summed over the whole tensor in float64."""
+    sums = [torch.stack([total(term) for term in terms(piece)]) for piece in all_pieces(tiles)]
+    return torch.stack(sums).sum(0).cpu()
+
+
+def _square(values: torch.Tensor) -> torch.Tensor:
+    return values.to(wide(values.dtype)).square()
+
+
+def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
+    """Norms, the norm of the mean, <u_t, m> and the norm of the tangent, by a pass for each."""
+    if len(values.models) == 1:
+        return None
+    dtype = next(tiles()).models[0].dtype
+    weights = torch.tensor([own["weight"] for own in values.models], dtype=dtype)
+    if values.merge["normalize_weights"]:
+        weights = weights / weights.sum()
+    norms = _over(tiles, lambda tile: [_square(v) for v in vectors_of(tile)]).sqrt()
+    one = torch.ones((), dtype=dtype)
+    frame = Frame(weights, values.merge["eps"], rounded(norms, dtype), one, one, one)
+    length = _over(tiles, lambda tile: [_square(frame.weighted(frame.units(tile)))])[0].sqrt()
+    frame = replace(frame, mean_norm=rounded(length, dtype))
+    if frame.mean_norm < frame.eps:
+        return _opposed(frame, next(tiles()).name)
+
+    def dots(tile: Tile) -> list[torch.Tensor]:
+        units = frame.units(tile)
+        mean = frame.mean(units)
+        return [unit.mul_(mean) for unit in units]
+
+    frame = replace(frame, dots=rounded(_over(tiles, dots), dtype))
+
+    def tangent(tile: Tile) -> list[torch.Tensor]:
+        units = frame.units(tile)
+        return [_square(frame.tangent(units, frame.mean(units)))]
+
+    length = _over(tiles, tangent)[0].sqrt()
+    return replace(frame, tangent_norm=rounded(length, dtype) + frame.eps)
+
+
+def _opposed(frame: Frame, name: str) -> Frame:
+    if len(frame.weights) == 2:
+        return frame
+    raise UsageError(f"multislerp: the weighted models cancel out in {name}; change a weight")
+
+
+def multislerp(tile: Tile, values: Values, frame: Frame | None) -> torch.Tensor:
+    """theta_0 + r (cos(l) m + sin(l) / l q), q = sum_t w_t (u_t - <u_t, m> m), l = |q|.
+
+    u are the unit task vectors (models, if there is no base), m the unit vector of their weighted
+    mean and r = sum_t w_t |v_t|. Two vectors that cancel out are interpolated linearly.
+    """
+    if frame is None:
+        return tile.models[0]
+    if frame.mean_norm < frame.eps:
+        one, other = vectors_of(tile)
+        merged = torch.add(one * frame.weights[0], other * frame.weights[1])
+    else:
+        units = frame.units(tile)
+        mean, angle = frame.mean(units), frame.tangent_norm
+        merged = mean * angle.cos() + frame.tangent(units, mean) * (angle.sin() / angle)
+        merged = merged * (frame.norms * frame.weights).sum()
+    return merged if tile.base is None else merged + tile.base
+
+
+# The Karcher mean ------------------------------------------------------------------------------
+
+
+def survey_karcher(tiles: Tiles, values: Values) -> list[float]:
+    """The coefficients of the mean, from the products of all pairs of models, in float64."""
+    count = len(values.models)
+    if count == 1:
+        return [1.0]
+    products = torch.zeros(count, count, dtype=torch.float64)
+    for piece in all_pieces(tiles):
+        flat = [model.reshape(-1).double() for model in piece.models]
+        for i in range(count):
+            for j in range(i + 1):
+                products[i, j] += torch.dot(flat[i], flat[j]).cpu()
+    products = torch.tril(products) + torch.tril(products, -1).T
+    return karcher_coefficients(products, int(values.merge["max_iter"]), values.merge["tol"])
+
+
+def karcher_coefficients(products: torch.Tensor, most: int, tolerance: float) -> list[float]:
+    """c such that sum_t c_t theta_t is the Karcher mean, of the mean length, given <theta, theta>.
+
+    Every step of the descent stays in the span of the models, so that it is one of coefficients.
+    """
+    sizes = products.diagonal().sqrt()
+    some = sizes > tolerance
+    found = torch.zeros_like(sizes)
+    if not some.any():
+        return found.tolist()
+    cosines = products[some][:, some] / torch.outer(sizes[some], sizes[some])
+    share = 1 / len(cosines)
+    mean = torch.full_like(cosines[0], share)
+    length = _length(mean, cosines)
+    mean = mean / length if length >= tolerance else torch.eye(len(cosines)).double()[0]
+    for _ in range(most):
+        step = _tangent(mean, cosines, share, tolerance)
+        angle = _length(step, cosines)
+        if angle < tolerance:
+            break
+        mean = angle.cos() * mean + angle.sin() / angle * step
+        mean = mean / _length(mean, cosines)
+    found[some] = sizes.mean() * mean / sizes[some]
+    return found.tolist()
+
+
+def _length(coefficients: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
+    return (coefficients @ cosines @ coefficients).clamp(min=0).sqrt()
+
+
+def _tangent(
+    mean: torch.Tensor, cosines: torch.Tensor, share: float, tolerance: float
+) -> torch.Tensor:
+    """sum_t share * (a_t / sin a_t) (u_t - cos(a_t) mean), a_t the angle from the mean to u_t."""
+    dots = (cosines @ mean).clamp(-1, 1)
+    angles = dots.acos()
+    pull = torch.where(angles < tolerance, 0, share * angles / angles.sin())
+    return pull - (pull * dots).sum() * mean
+
+
+def karcher(tile: Tile, values: Values, coefficients: list[float]) -> torch.Tensor:
+    """argmin over m of sum_t angle(m, theta_t)^2, times the mean of |theta_t|; in float32."""
+    first = tile.models[0]
+    merged = torch.zeros_like(first, dtype=wide(first.dtype))
+    for model, coefficient in zip(tile.models, coefficients, strict=True):
+        merged.add_(model, alpha=coefficient)
+    return merged.to(first.dtype)
+
+
+METHODS = (
+    Method(
+        "multislerp",
+        by_pieces(multislerp),
+        survey_multislerp,
+        (Parameter("weight", None),),
+        (Parameter("normalize_weights", True), Parameter("eps", 1e-8, 0.0)),
+    ),
+    Method(
+        "karcher",
+        by_pieces(karcher),
+        survey_karcher,
+        per_merge=(Parameter("max_iter", 10, 0), Parameter("tol", 1e-5, 0.0)),
+        ignores_base=True,
+    ),
+)
