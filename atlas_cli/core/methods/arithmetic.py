@@ -64,16 +64,15 @@ class Family:
         assert tile.base is not None
         deltas = self._deltas(tile, found)
         weights = _weights(values, tile.base.dtype)
-        divisor: torch.Tensor | float
+        normalize = values.merge["normalize"]
         if self.elects:
-            merged, divisor = merge_elected(deltas, weights, _rules(values, found))
+            merged = merge_elected(deltas, weights, _rules(values, found), normalize)
         else:
             weigh_(deltas, weights)
             merged = add_up(deltas)
             divisor = float(torch.tensor(weights, dtype=tile.base.dtype).sum())
-            divisor = 1.0 if abs(divisor) < _TINY else divisor
-        if values.merge["normalize"]:
-            merged /= divisor
+            if normalize and abs(divisor) >= _TINY:
+                merged /= divisor
         if values.merge["lambda"] != 1:
             merged *= values.merge["lambda"]
         return torch.add(tile.base, merged, out=merged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,14 +16,13 @@ from atlas_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Frame:
-    """What multislerp knows of the whole tensor, in the dtype of the tensors; grows by passes."""
+    """What multislerp knows of the whole tensor, in the dtype of the tensors."""
 
     weights: torch.Tensor
     eps: float
     norms: torch.Tensor
     mean_norm: torch.Tensor
-    dots: torch.Tensor
-    tangent_norm: torch.Tensor
+    dots: torch.Tensor | None = None  # <u_t, m>; float32 has no need of them
 
     def units(self, tile: Tile) -> list[torch.Tensor]:
         """u_t = v_t / |v_t|"""
@@ -36,10 +36,6 @@ class Frame:
         """m = sum_t w_t u_t / |sum_t w_t u_t|"""
         return self.weighted(units).div_(self.mean_norm)
 
-    def tangent(self, units: list[torch.Tensor], mean: torch.Tensor) -> torch.Tensor:
-        """sum_t w_t (u_t - <u_t, m> m)"""
-        return self.weighted([u - d * mean for u, d in zip(units, self.dots, strict=True)])
-
 
 def _over(tiles: Tiles, terms: Callable[[Tile], list[torch.Tensor]]) -> torch.Tensor:
     """Each of several terms, summed over the whole tensor in float64."""
@@ -52,47 +48,39 @@ def _square(values: torch.Tensor) -> torch.Tensor:
 
 
 def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
-    """Norms, the norm of the mean, <u_t, m> and the norm of the tangent, by a pass for each."""
+    """|v_t|, |sum_t w_t u_t| and <u_t, m>, by a pass for each."""
     if len(values.models) == 1:
         return None
-    dtype = next(tiles()).models[0].dtype
+    first = next(tiles())
+    dtype = first.models[0].dtype
     weights = torch.tensor([own["weight"] for own in values.models], dtype=dtype)
     if values.merge["normalize_weights"]:
         weights = weights / weights.sum()
     norms = _over(tiles, lambda tile: [_square(v) for v in vectors_of(tile)]).sqrt()
-    one = torch.ones((), dtype=dtype)
-    frame = Frame(weights, values.merge["eps"], rounded(norms, dtype), one, one, one)
+    frame = Frame(weights, values.merge["eps"], rounded(norms, dtype), torch.ones(()))
     length = _over(tiles, lambda tile: [_square(frame.weighted(frame.units(tile)))])[0].sqrt()
     frame = replace(frame, mean_norm=rounded(length, dtype))
-    if frame.mean_norm < frame.eps:
-        return _opposed(frame, next(tiles()).name)
-
-    def dots(tile: Tile) -> list[torch.Tensor]:
-        units = frame.units(tile)
-        mean = frame.mean(units)
-        return [unit.mul_(mean) for unit in units]
-
-    frame = replace(frame, dots=rounded(_over(tiles, dots), dtype))
-
-    def tangent(tile: Tile) -> list[torch.Tensor]:
-        units = frame.units(tile)
-        return [_square(frame.tangent(units, frame.mean(units)))]
-
-    length = _over(tiles, tangent)[0].sqrt()
-    return replace(frame, tangent_norm=rounded(length, dtype) + frame.eps)
-
-
-def _opposed(frame: Frame, name: str) -> Frame:
-    if len(frame.weights) == 2:
+    if frame.mean_norm < frame.eps and len(weights) > 2:
+        raise UsageError(f"multislerp: the models cancel out in {first.name}; change a weight")
+    if dtype.itemsize > 2 or frame.mean_norm < frame.eps:
         return frame
-    raise UsageError(f"multislerp: the weighted models cancel out in {name}; change a weight")
+    return replace(frame, dots=rounded(_over(tiles, partial(_along_mean, frame)), dtype))
+
+
+def _along_mean(frame: Frame, tile: Tile) -> list[torch.Tensor]:
+    """u_t * m, element by element."""
+    units = frame.units(tile)
+    mean = frame.mean(units)
+    return [unit.mul_(mean) for unit in units]
 
 
 def multislerp(tile: Tile, values: Values, frame: Frame | None) -> torch.Tensor:
-    """theta_0 + r (cos(l) m + sin(l) / l q), q = sum_t w_t (u_t - <u_t, m> m), l = |q|.
+    """theta_0 + r (m + q), q = sum_t w_t (u_t - <u_t, m> m), r = sum_t w_t |v_t|.
 
     u are the unit task vectors (models, if there is no base), m the unit vector of their weighted
-    mean and r = sum_t w_t |v_t|. Two vectors that cancel out are interpolated linearly.
+    mean. q is the step from m along the sphere, and zero but for rounding, since sum_t w_t u_t is
+    parallel to m: two-byte numbers are given mergekit's rounding, all others none. Two vectors
+    that cancel out are interpolated linearly.
     """
     if frame is None:
         return tile.models[0]
@@ -101,10 +89,12 @@ def multislerp(tile: Tile, values: Values, frame: Frame | None) -> torch.Tensor:
         merged = torch.add(one * frame.weights[0], other * frame.weights[1])
     else:
         units = frame.units(tile)
-        mean, angle = frame.mean(units), frame.tangent_norm
-        merged = mean * angle.cos() + frame.tangent(units, mean) * (angle.sin() / angle)
-        merged = merged * (frame.norms * frame.weights).sum()
-    return merged if tile.base is None else merged + tile.base
+        merged = frame.mean(units)
+        if frame.dots is not None:
+            steps = [u - dot * merged for u, dot in zip(units, frame.dots, strict=True)]
+            merged += frame.weighted(steps)
+        merged *= (frame.norms * frame.weights).sum()
+    return merged if tile.base is None else merged.add_(tile.base)
 
 
 # The Karcher mean ------------------------------------------------------------------------------

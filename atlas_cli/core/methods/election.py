@@ -18,6 +18,7 @@ class Rules:
     zero_sign: int = 1  # of a sum that is zero
     weigh: str = "before"  # or after the election
     divisor: str = "weight"  # of those elected, or their `count`
+    least: float | None = None  # that something is divided by
 
 
 def elected_signs(deltas: list[torch.Tensor], rules: Rules) -> torch.Tensor:
@@ -37,21 +38,25 @@ def silence_(delta: torch.Tensor, signs: torch.Tensor) -> None:
 
 
 def merge_elected(
-    deltas: list[torch.Tensor], weights: list[float], rules: Rules
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of w_t d_t, sum of w_t) over the models t whose sign is the elected one.
+    deltas: list[torch.Tensor], weights: list[float], rules: Rules, normalize: bool
+) -> torch.Tensor:
+    """sum of w_t d_t / sum of w_t over the models t whose sign is the elected one.
 
-    The deltas are spent. A zero has no sign; a sum of weights of zero becomes one.
+    The deltas are spent. Without a divisor if not `normalize`.
     """
     if rules.weigh == "before":
         weigh_(deltas, weights)
     signs = elected_signs(deltas, rules)
     for delta in deltas:
         silence_(delta, signs)
-    shares = _shares(deltas, weights if rules.divisor == "weight" else [1.0] * len(weights))
+    heard = weights if rules.divisor == "weight" else [1.0] * len(weights)
+    divisor = _shares(deltas, heard) if normalize else None
     if rules.weigh == "after":
         weigh_(deltas, weights)
-    return add_up(deltas), shares
+    merged = add_up(deltas)
+    if divisor is None:
+        return merged
+    return merged.div_(divisor if rules.least is None else divisor.clamp_(min=rules.least))
 
 
 def weigh_(deltas: list[torch.Tensor], weights: list[float]) -> None:
@@ -62,7 +67,7 @@ def weigh_(deltas: list[torch.Tensor], weights: list[float]) -> None:
 
 
 def _shares(deltas: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """sum of w_t over the models t that are not zero; one if that is zero."""
+    """sum of w_t over the models t that are not zero (a zero has no sign); one if that is zero."""
     dtype = deltas[0].dtype
     terms = [where_(nonzero(d), w, dtype) for d, w in zip(deltas, weights, strict=True)]
     shares = add_up(terms)

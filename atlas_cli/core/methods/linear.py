@@ -89,7 +89,7 @@ def add_vectors(tile: Tile, coefficients: list[float]) -> torch.Tensor:
     base = tile.base.to(work)
     merged = base.clone()
     for model, coefficient in zip(tile.models, coefficients, strict=True):
-        merged.add_(model.to(work).sub_(base), alpha=coefficient)
+        merged.add_(model.to(work) - base, alpha=coefficient)
     return merged.to(tile.base.dtype)
 
 

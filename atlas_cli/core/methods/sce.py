@@ -92,8 +92,8 @@ def sce(tile: Tile, values: Values, shares: Shares) -> torch.Tensor:
     """
     assert tile.base is not None
     deltas = _deltas(tile, shares.selected)
-    merged, divisor = merge_elected(deltas, shares.weights, Rules(weigh="after"))
-    return tile.base + merged.div_(divisor.clamp_(min=_TINY))
+    rules = Rules(weigh="after", least=_TINY)
+    return tile.base + merge_elected(deltas, shares.weights, rules, normalize=True)
 
 
 METHODS = (

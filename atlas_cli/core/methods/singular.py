@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def on_matrices(
     In float32, written in the dtype of the base.
     """
 
+    @wraps(merge)
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
         assert tile.base is not None
         base = tile.base.to(wide(tile.base.dtype))

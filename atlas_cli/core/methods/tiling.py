@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 
-PIECE = 1 << 17  # elements: a few arrays of them stay in the second-level cache
+PIECE = 1 << 16  # elements: a few arrays of them stay in the second-level cache
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 
@@ -41,6 +42,7 @@ def all_pieces(tiles: Tiles) -> Iterator[Tile]:
 def by_pieces(formula: Formula) -> Formula:
     """The same formula, applied to one piece of a tile after another."""
 
+    @wraps(formula)
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
         parts = pieces(tile)
         first = formula(next(parts), values, found)
@@ -79,8 +81,8 @@ def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def add_up(terms: list[torch.Tensor]) -> torch.Tensor:
     """x_1 + ... + x_n, kept in float32 and rounded once at the end, from left to right."""
-    first = terms[0]
-    result = torch.zeros_like(first, dtype=wide(first.dtype))
-    for term in terms:
-        result.add_(term)
-    return result.to(first.dtype)
+    work = wide(terms[0].dtype)
+    result = terms[0].to(work, copy=True)
+    for term in terms[1:]:
+        result.add_(term.to(work))
+    return result.to(terms[0].dtype)
