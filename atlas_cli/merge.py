@@ -22,7 +22,14 @@ from atlas_cli.merging.engine import Limits, check_memory, run
 from atlas_cli.merging.families import is_clip
 from atlas_cli.merging.inputs import Located, check_fit, open_layout, open_like
 from atlas_cli.merging.learned import open_learned
-from atlas_cli.merging.locking import check_hashes, lock_text, locked, promised_hashes, take_hashes
+from atlas_cli.merging.locking import (
+    check_hashes,
+    lock_text,
+    locked,
+    loose_files,
+    promised_hashes,
+    take_hashes,
+)
 from atlas_cli.merging.makers import ByMethod, Maker, Model
 from atlas_cli.merging.part import MARK, Part, check_space, check_target
 from atlas_cli.merging.plan import Plan, Resolved, lay_out, plan_files, resolve_all
@@ -109,7 +116,7 @@ def _maker(request: Request, layout: Model) -> tuple[Maker, dict[str, Resolved],
         source = request.located[merge.layout].model
         learned = open_learned(merge.recipe, source, layout, allow_nonfinite=allow)
         return learned, {}, [name for name in layout.tensors if learned.changes(name)]
-    names = [name for name, tensor in layout.tensors.items() if tensor.dtype.is_floating_point]
+    names = [n for n, t in layout.tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
     opened: dict[str, LazyTensors] = {merge.layout: layout.tensors}
     for reference in merge.references:
         if reference not in opened:
@@ -161,12 +168,12 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
 def _identity(prepared: Prepared) -> str:
     """What tells one piece of work from another: the plan, the recipe, and the inputs' files."""
     request = prepared.request
+    sources = [s for one in request.located.values() for s in (one.model, one.adapter) if s]
+    paths = [path for source in sources for path in source.weights]
+    paths += [Path(file).expanduser() for file in loose_files(request.merge)]
     files = [
         (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
-        for found in request.located.values()
-        for source in (found.model, found.adapter)
-        if source is not None
-        for path in source.weights
+        for path in paths
     ]
     shards = [(shard.file, shard.bytes, shard.entries) for shard in prepared.plan.shards]
     raw = json.dumps(request.merge.raw, sort_keys=True, default=str)

@@ -33,6 +33,7 @@ def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
 
 def test_every_key_is_explained():
     _, *sections = (ROOT / "recipes/README.md").read_text().split("\n## ")
+    sections = [text for text in sections if not text.startswith("`atlas merge`")]
     for section, schema in zip(sections, (EvalRecipe, FitRecipe, LearnedRecipe), strict=True):
         keys, _, _ = section.partition("\n\nSelection")
         explained = re.findall(r"^\| `(\w+)` \|", keys, re.MULTILINE)

@@ -123,7 +123,7 @@ def check_finite(values: torch.Tensor, name: str, where: str) -> None:
     if not values.dtype.is_floating_point:
         return
     # A sum is finite only if all its terms are; one that is not may have overflowed.
-    if math.isfinite(values.sum(dtype=torch.float32).item()) or values.isfinite().all():
+    if math.isfinite(values.sum().item()) or values.isfinite().all():
         return
     raise CheckpointError(
         f"{where}: {name} holds values that are not finite (NaN or Inf); "

@@ -33,14 +33,17 @@ class Part:
         self.folder = target.absolute().parent / f".{target.name}.part"
         self.folder.mkdir(exist_ok=True)
         self._journal = os.open(self.folder / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        self._claim()
-        self.done = self._resume(identity, files)
-        self._files = {
-            name: os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666) for name in files
-        }
-        for name, length in files.items():
-            os.ftruncate(self._files[name], length)
+        self._files: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._claim()
+        try:
+            self.done = self._resume(identity, files)
+            for name, length in files.items():
+                self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+                os.ftruncate(self._files[name], length)
+        except OSError:
+            self.abandon()
+            raise
 
     def _claim(self) -> None:
         try:

@@ -17,8 +17,8 @@ from atlas_cli.method_table import METHODS
 from atlas_cli.settings import count_layers, depths_of, filters_of, resolve
 from atlas_cli.tensors import LazyTensors
 
-TILE = 1 << 18  # elements that are merged at a time: what a core's cache holds of a few models
-_TILES = 32  # in a piece of work, which is done by one thread and noted in the journal
+TILE = 1 << 19  # elements that are read, merged and written at a time
+_TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
 
 
 @dataclass(frozen=True)
