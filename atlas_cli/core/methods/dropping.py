@@ -102,11 +102,11 @@ def keep_by_rank_(delta: torch.Tensor, tile: Tile, chance: Chance) -> None:
         return
     draws = draw(chance.dice, tile.start, delta.numel()).view(sizes.shape).to(delta.device)
     step = (count - 1) / (chance.high - chance.low)
-    below_it = (draws & (LEVELS - 1)).float()  # elements that must be smaller, plus one
-    below_it.mul_(step / LEVELS).add_((chance.offset / LEVELS - chance.low) * step + 1)
-    first_of_equals = negative_(draws)
-    rungs = below_it.clamp_(0, count).long().add_(first_of_equals).add_(1)
-    lack = sizes.add_(first_of_equals).sub_(ladder.gather(1, rungs))
+    rungs = (draws & (LEVELS - 1)).float()  # how many elements must be smaller, plus one
+    rungs.mul_(step / LEVELS).add_((chance.offset / LEVELS - chance.low) * step + 1)
+    as_first = negative_(draws)
+    rungs.clamp_(0, count).trunc_().add_(as_first.float()).add_(1)
+    lack = sizes.add_(as_first).sub_(ladder.gather(1, rungs.long()))
     bits_of(delta).view(sizes.shape).bitwise_and_(negative_(lack).bitwise_not_())
 
 

@@ -40,6 +40,19 @@ class _Search:
     equal: int = 0  # elements that begin with `prefix`
     position: int = 0
     count: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    waiting: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, bits: torch.Tensor) -> None:
+        """Count the lowest digit of each, many at a time."""
+        self.waiting.append(bits.bitwise_and_((1 << _DIGIT) - 1))
+        if sum(map(len, self.waiting)) > 1 << 18:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Count what waits."""
+        if self.waiting:
+            self.count += torch.bincount(torch.cat(self.waiting), minlength=1 << _DIGIT).cpu()
+            self.waiting.clear()
 
     def descend(self) -> None:
         """Go to the digit that holds the rank."""
@@ -78,16 +91,22 @@ def _first_digit(passes: Passes, searches: Sequence[_Search]) -> int:
 
 def _next_digit(passes: Passes, searches: Sequence[_Search], shift: int) -> None:
     """Count the next 16 bits of the elements that begin as the cut does."""
+    some = {number: [s for s in searches if s.series == number] for number in _series(searches)}
     for search in searches:
         search.count = torch.zeros(1 << _DIGIT).long()
     for _, piece_of in passes():
-        for search in searches:
-            bits = magnitudes(piece_of(search.series)).view(-1)
-            alike = bits[(bits >> (shift + _DIGIT)) == search.prefix]
-            digits = (alike >> shift) & ((1 << _DIGIT) - 1)
-            search.count += torch.bincount(digits, minlength=1 << _DIGIT).cpu()
+        for number, of_series in some.items():
+            bits = magnitudes(piece_of(number)).view(-1)
+            begin = bits >> (shift + _DIGIT)
+            for search in of_series:
+                search.add(bits[begin == search.prefix] >> shift)
     for search in searches:
+        search.add_up()
         search.descend()
+
+
+def _series(searches: Sequence[_Search]) -> list[int]:
+    return sorted({search.series for search in searches})
 
 
 def _find_positions(passes: Passes, searches: list[_Search]) -> None:

@@ -59,8 +59,8 @@ def model_stock(tile: Tile, values: Values, found: torch.Tensor | None) -> torch
     """
     assert tile.base is not None
     t = _row_ratios(tile) if found is None else found
-    average = tile.models[0] + 0
-    for model in tile.models[1:]:
+    average = tile.models[0] + tile.models[1]
+    for model in tile.models[2:]:
         average += model
     average /= len(tile.models)
     average *= t

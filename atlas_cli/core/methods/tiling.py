@@ -15,14 +15,14 @@ PIECE = 1 << 16  # elements: a few arrays of them stay in the second-level cache
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 
-def pieces(tile: Tile) -> Iterator[Tile]:
-    """The rows of a tile (the elements, if it is a vector), about PIECE elements at a time."""
+def pieces(tile: Tile, times: int = 1) -> Iterator[Tile]:
+    """The rows of a tile (the elements, if it is a vector), `times` PIECE elements at a time."""
     values = tile.models[0]
-    if values.numel() <= PIECE:
+    if values.numel() <= times * PIECE:
         yield tile
         return
     width = values[0].numel()
-    step = max(1, PIECE // width)
+    step = max(1, times * PIECE // width)
     for first in range(0, len(values), step):
         rows = slice(first, first + step)
         yield replace(
@@ -33,10 +33,10 @@ def pieces(tile: Tile) -> Iterator[Tile]:
         )
 
 
-def all_pieces(tiles: Tiles) -> Iterator[Tile]:
+def all_pieces(tiles: Tiles, times: int = 1) -> Iterator[Tile]:
     """One pass over the tensor, a piece at a time."""
     for tile in tiles():
-        yield from pieces(tile)
+        yield from pieces(tile, times)
 
 
 def by_pieces(formula: Formula) -> Formula:
