@@ -9,7 +9,7 @@ import torch
 from tiles import cut, merge, resolve
 
 from atlas_cli.core.methods.barycentre import karcher_coefficients
-from atlas_cli.core.methods.method import Values
+from atlas_cli.core.methods.method import Tile, Values
 from atlas_cli.core.methods.registry import METHODS
 from atlas_cli.core.methods.tiling import PIECE, all_pieces
 from atlas_cli.errors import UsageError
@@ -91,6 +91,17 @@ def test_pieces_within_a_tile_change_no_bit(name: str, monkeypatch: pytest.Monke
     whole = merge(name, base, models, given(name))
     monkeypatch.setattr("atlas_cli.core.methods.tiling.PIECE", 300)
     assert torch.equal(merge(name, base, models, given(name)), whole)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_merges_into_nothing(name: str, shape: tuple[int, ...]):
+    base, models = inputs(name, *shape)
+    method = METHODS[name]
+    values = resolve(method, len(models), given(name), 0)
+    tile = Tile("weight", 0, shape, base, tuple(models))
+    found = method.survey(lambda: iter([tile]), values)
+    assert method.apply(tile, values, found).shape == shape
 
 
 def test_pieces_hold_whole_rows_and_cover_a_tile():
@@ -264,6 +275,11 @@ def test_multislerp_of_opposites_is_linear_for_two_and_an_error_for_more():
     assert merge("multislerp", None, [one, -one], {"weight": 1.0}).tolist() == [0.0, 0.0]
     with pytest.raises(UsageError, match="cancel out in weight"):
         merge("multislerp", None, [one, -one, 0 * one], {"weight": 1.0})
+
+
+def test_multislerp_of_models_that_equal_the_base_is_the_base():
+    base = random(6, 5)
+    assert torch.equal(merge("multislerp", base, [base] * 3, {"weight": 1.0}), base)
 
 
 def test_the_karcher_mean_is_equally_far_from_two_models():

@@ -60,7 +60,7 @@ def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
     frame = Frame(weights, values.merge["eps"], rounded(norms, dtype), torch.ones(()))
     length = _over(tiles, lambda tile: [_square(frame.weighted(frame.units(tile)))])[0].sqrt()
     frame = replace(frame, mean_norm=rounded(length, dtype))
-    if frame.mean_norm < frame.eps and len(weights) > 2:
+    if frame.mean_norm < frame.eps and len(weights) > 2 and norms.any():
         raise UsageError(f"multislerp: the models cancel out in {first.name}; change a weight")
     if dtype.itemsize > 2 or frame.mean_norm < frame.eps:
         return frame
@@ -80,13 +80,12 @@ def multislerp(tile: Tile, values: Values, frame: Frame | None) -> torch.Tensor:
     u are the unit task vectors (models, if there is no base), m the unit vector of their weighted
     mean. q is the step from m along the sphere, and zero but for rounding, since sum_t w_t u_t is
     parallel to m: two-byte numbers are given mergekit's rounding, all others none. Two vectors
-    that cancel out are interpolated linearly.
+    that cancel out, and any that are zero, are interpolated linearly.
     """
     if frame is None:
         return tile.models[0]
     if frame.mean_norm < frame.eps:
-        one, other = vectors_of(tile)
-        merged = torch.add(one * frame.weights[0], other * frame.weights[1])
+        merged = frame.weighted(list(vectors_of(tile)))
     else:
         units = frame.units(tile)
         merged = frame.mean(units)
