@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +9,15 @@ import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.spherical import vectors_of
-from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces, rounded, total, wide
+from atlas_cli.core.methods.tiling import (
+    add_up,
+    all_pieces,
+    by_pieces,
+    rounded,
+    square,
+    sum_over,
+    wide,
+)
 from atlas_cli.errors import UsageError
 
 
@@ -37,16 +44,6 @@ class Frame:
         return self.weighted(units).div_(self.mean_norm)
 
 
-def _over(tiles: Tiles, terms: Callable[[Tile], list[torch.Tensor]]) -> torch.Tensor:
-    """Each of several terms, summed over the whole tensor in float64."""
-    sums = [torch.stack([total(term) for term in terms(piece)]) for piece in all_pieces(tiles)]
-    return torch.stack(sums).sum(0).cpu()
-
-
-def _square(values: torch.Tensor) -> torch.Tensor:
-    return values.to(wide(values.dtype)).square()
-
-
 def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
     """|v_t|, |sum_t w_t u_t| and <u_t, m>, by a pass for each."""
     if len(values.models) == 1:
@@ -56,15 +53,15 @@ def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
     weights = torch.tensor([own["weight"] for own in values.models], dtype=dtype)
     if values.merge["normalize_weights"]:
         weights = weights / weights.sum()
-    norms = _over(tiles, lambda tile: [_square(v) for v in vectors_of(tile)]).sqrt()
+    norms = sum_over(tiles, lambda tile: [square(v) for v in vectors_of(tile)]).sqrt()
     frame = Frame(weights, values.merge["eps"], rounded(norms, dtype), torch.ones(()))
-    length = _over(tiles, lambda tile: [_square(frame.weighted(frame.units(tile)))])[0].sqrt()
+    length = sum_over(tiles, lambda tile: [square(frame.weighted(frame.units(tile)))])[0].sqrt()
     frame = replace(frame, mean_norm=rounded(length, dtype))
     if frame.mean_norm < frame.eps and len(weights) > 2 and norms.any():
         raise UsageError(f"multislerp: the models cancel out in {first.name}; change a weight")
     if dtype.itemsize > 2 or frame.mean_norm < frame.eps:
         return frame
-    return replace(frame, dots=rounded(_over(tiles, partial(_along_mean, frame)), dtype))
+    return replace(frame, dots=rounded(sum_over(tiles, partial(_along_mean, frame)), dtype))
 
 
 def _along_mean(frame: Frame, tile: Tile) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.sparsify import delta_of
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, total, wide
+from atlas_cli.core.methods.tiling import by_pieces, square, sum_over, wide
 
 
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
@@ -49,12 +49,9 @@ def lines(tile: Tile, values: Values, found: Any) -> torch.Tensor:
 
 def survey_norms(tiles: Tiles, values: Values) -> list[float]:
     """|tau_t|^2 of every model, in float64."""
-    sums = torch.zeros(len(values.models), dtype=torch.float64)
-    for piece in all_pieces(tiles):
-        for model in range(len(sums)):
-            delta = delta_of(piece, model)
-            sums[model] += total(delta.to(wide(delta.dtype)).square()).cpu()
-    return sums.tolist()
+    count = len(values.models)
+    squares = sum_over(tiles, lambda tile: (square(delta_of(tile, i)) for i in range(count)))
+    return list(squares.tolist())
 
 
 def metagpt(tile: Tile, values: Values, norms: list[float]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from atlas_cli.core.methods.election import Rules, merge_elected
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.selection import find_cuts
 from atlas_cli.core.methods.sparsify import EVERYTHING, NOTHING, delta_of
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, total
+from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, sum_over
 
 _TINY = 1e-6
 
@@ -54,10 +54,8 @@ def _deltas(tile: Tile, selected: Any) -> list[torch.Tensor]:
 def survey_sce(tiles: Tiles, values: Values) -> Shares:
     """The cut among variances, then the mean square of what is left of every model."""
     selected = _select(tiles, values.merge["select_topk"])
-    sums = torch.zeros(len(values.models), dtype=torch.float64)
     tile = next(tiles())
-    for piece in all_pieces(tiles):
-        sums += torch.stack([total(delta.square_()) for delta in _deltas(piece, selected)]).cpu()
+    sums = sum_over(tiles, lambda piece: (d.square_() for d in _deltas(piece, selected)))
     squares = rounded(sums / math.prod(tile.shape), tile.models[0].dtype)
     whole = float(squares.sum())
     if abs(whole) < _TINY:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from atlas_cli.core.methods.method import Tile, Tiles, Values
-from atlas_cli.core.methods.tiling import all_pieces, rounded, total
+from atlas_cli.core.methods.tiling import rounded, sum_over
 
 NOTHING, EVERYTHING = object(), object()  # what a survey may find for a model
 _TINY = 1e-7  # a norm below this is not matched
@@ -40,21 +40,24 @@ def sparsify_(sparsifier: Sparsifier, delta: torch.Tensor, tile: Tile, found: An
 
 def scales_by_norm(tiles: Tiles, sparsifier: Sparsifier, found: list[Any]) -> list[float]:
     """sum |delta| / sum |delta * mask| of each model, rounded as the tensors are."""
-    sums = torch.zeros(len(found), 2, dtype=torch.float64)
     some = [i for i, kept in enumerate(found) if kept is not EVERYTHING and kept is not NOTHING]
-    dtype = torch.float32
-    for piece in all_pieces(tiles) if some else ():
-        dtype = piece.models[0].dtype
+    if not some:
+        return [1.0] * len(found)
+
+    def sizes(tile: Tile) -> Iterator[torch.Tensor]:
         for model in some:
-            delta = delta_of(piece, model)
-            sums[model, 0] += total(delta.abs()).cpu()
-            sparsify_(sparsifier, delta, piece, found[model])
-            sums[model, 1] += total(delta.abs_()).cpu()
+            delta = delta_of(tile, model)
+            yield delta.abs()
+            sparsify_(sparsifier, delta, tile, found[model])
+            yield delta.abs_()
+
+    dtype = next(tiles()).models[0].dtype
     if sparsifier.by_chance and dtype == torch.float16:
         dtype = torch.float32
-    before, after = rounded(sums, dtype).unbind(1)
+    before, after = rounded(sum_over(tiles, sizes), dtype).view(-1, 2).unbind(1)
     matched = (before >= _TINY) & (after >= _TINY)
-    return torch.where(matched, before / after, torch.ones_like(after)).tolist()
+    scales = torch.where(matched, before / after, torch.ones_like(after)).tolist()
+    return [scales[some.index(i)] if i in some else 1.0 for i in range(len(found))]
 
 
 def scales_by_density(values: Values, found: list[Any]) -> list[float]:

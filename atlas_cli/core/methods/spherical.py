@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, total, wide
+from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, sum_over, total, wide
 
 _EPS = 1e-8  # a norm that counts as zero
 _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
@@ -13,13 +15,7 @@ _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
 
 def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     """sin((1 - t) a) / sin(a) and sin(t a) / sin(a), a the angle between the flat tensors."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for piece in all_pieces(tiles):
-        assert piece.base is not None
-        work = wide(piece.base.dtype)
-        base, model = piece.base.to(work), piece.models[0].to(work)
-        products = (total(base * model), total(base.square()), total(model.square()))
-        sums += torch.stack(products).cpu()
+    sums = sum_over(tiles, _products)
     sizes = sums[1:].sqrt()
     sizes[sizes <= _EPS] = 1.0
     cosine = (sums[0] / sizes.prod()).clamp(-1, 1)
@@ -29,6 +25,16 @@ def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     angle = cosine.acos()
     first, second = ((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()
     return float(first), float(second)
+
+
+def _products(tile: Tile) -> Iterator[torch.Tensor]:
+    """theta_0 theta_1, theta_0^2 and theta_1^2, element by element."""
+    assert tile.base is not None
+    work = wide(tile.base.dtype)
+    base, model = tile.base.to(work), tile.models[0].to(work)
+    yield base * model
+    yield base.square()
+    yield model.square()
 
 
 def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tensor:
@@ -60,7 +66,9 @@ def _along(tile: Tile, values: Values) -> str:
 
 
 def _sum(values: torch.Tensor, along: str) -> torch.Tensor:
-    return total(values) if along == "all" else values.sum(0, dtype=torch.float64)
+    if along == "all":
+        return torch.tensor(total(values), dtype=torch.float64)
+    return values.sum(0, dtype=torch.float64)
 
 
 def survey_cosine(tiles: Tiles, values: Values) -> torch.Tensor | None:

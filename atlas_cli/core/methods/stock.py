@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.sparsify import delta_of
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, total, wide
+from atlas_cli.core.methods.tiling import by_pieces, rounded, square, sum_over
 
 _TINY = 1e-6  # a divisor that is too small
 
@@ -20,15 +20,15 @@ def survey_stock(tiles: Tiles, values: Values) -> torch.Tensor | None:
     if values.merge["filter_wise"] and len(first.shape) > 1:
         return None
     dtype, count = first.models[0].dtype, len(values.models)
-    pairs = list(combinations(range(count), 2))
-    squares = torch.zeros(count, dtype=torch.float64)
-    products = torch.zeros(len(pairs), dtype=torch.float64)
-    for piece in all_pieces(tiles):
-        deltas = [delta_of(piece, model) for model in range(count)]
-        sums = [total(delta.to(wide(dtype)).square()) for delta in deltas]
-        squares += torch.stack(sums).cpu()
-        products += torch.stack([total(deltas[i] * deltas[j]) for i, j in pairs]).cpu()
-    return ratio(*(list(rounded(x, dtype)) for x in (squares.sqrt(), products)))
+    sums = sum_over(tiles, _products)
+    return ratio(*(list(rounded(x, dtype)) for x in (sums[:count].sqrt(), sums[count:])))
+
+
+def _products(tile: Tile) -> Iterator[torch.Tensor]:
+    """tau_t^2 of every model, then tau_s tau_t of every pair, element by element."""
+    deltas = [delta_of(tile, model) for model in range(len(tile.models))]
+    yield from map(square, deltas)
+    yield from (one * other for one, other in combinations(deltas, 2))
 
 
 def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> torch.Tensor:

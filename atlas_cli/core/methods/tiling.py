@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -64,14 +65,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def total(values: torch.Tensor) -> torch.Tensor:
+def total(values: torch.Tensor) -> float:
     """sum of all elements, in float64: rows in float32 first, the elements of a vector one by one.
 
     Tiles hold whole rows, so that the sum is the same however a tensor was cut, to 1e-15.
     """
     if values.ndim < 2:
-        return values.sum(dtype=torch.float64)
-    return values.flatten(1).sum(1, dtype=wide(values.dtype)).sum(dtype=torch.float64)
+        return float(values.sum(dtype=torch.float64))
+    return float(values.flatten(1).sum(1, dtype=wide(values.dtype)).sum(dtype=torch.float64))
+
+
+def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """The total of each of several terms over the whole tensor, in float64; one pass."""
+    sums = [[total(term) for term in terms(piece)] for piece in all_pieces(tiles)]
+    return torch.tensor(
+        [math.fsum(parts) for parts in zip(*sums, strict=True)], dtype=torch.float64
+    )
+
+
+def square(values: torch.Tensor) -> torch.Tensor:
+    """values^2, in float32."""
+    return values.to(wide(values.dtype)).square()
 
 
 def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
