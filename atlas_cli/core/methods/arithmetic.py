@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,34 +67,30 @@ class Family:
         weights = _weights(values, tile.base.dtype)
         normalize = values.merge["normalize"]
         if self.elects:
-            merged = merge_elected(deltas, weights, _rules(values, found), normalize)
+            merged = merge_elected(list(deltas), weights, _rules(values, found), normalize)
         else:
-            weigh_(deltas, weights)
-            merged = add_up(deltas)
-            divisor = float(torch.tensor(weights, dtype=tile.base.dtype).sum())
-            if normalize and abs(divisor) >= _TINY:
-                merged /= divisor
+            merged = add_up(weigh_(deltas, weights))
+            if normalize:
+                merged /= _divisor(weights, tile.base.dtype)
         if values.merge["lambda"] != 1:
             merged *= values.merge["lambda"]
         return torch.add(tile.base, merged, out=merged)
 
-    def _deltas(self, tile: Tile, found: Found) -> list[torch.Tensor]:
-        """S(theta_t - theta_0) of every model."""
-        deltas = [delta_of(tile, model) for model in range(len(tile.models))]
-        for delta, kept, scale in zip(deltas, found.kept, found.scales, strict=True):
+    def _deltas(self, tile: Tile, found: Found) -> Iterator[torch.Tensor]:
+        """S(theta_t - theta_0) of every model, one after another."""
+        for model, (kept, scale) in enumerate(zip(found.kept, found.scales, strict=True)):
+            delta = delta_of(tile, model)
             if self.sparsifier is not None:
                 sparsify_(self.sparsifier, delta, tile, kept)
-            if scale != 1:
-                delta.mul_(scale)
-        return deltas
+            yield delta if scale == 1 else delta.mul_(scale)
 
     def _majority(self, tiles: Tiles, values: Values, found: Found) -> int:
         """The sign that most sums over models have; negative if there are as many of both."""
         balance = 0
         for piece in all_pieces(tiles):
-            deltas = self._deltas(piece, found)
+            deltas = list(self._deltas(piece, found))
             if values.merge.get("weigh", "before") == "before":
-                weigh_(deltas, _weights(values, deltas[0].dtype))
+                deltas = list(weigh_(deltas, _weights(values, deltas[0].dtype)))
             rules = _rules(values, found)
             up = elected_signs(deltas, rules).count_nonzero()
             down = elected_signs([-delta for delta in deltas], rules).count_nonzero()
@@ -103,7 +100,18 @@ class Family:
 
 def _weights(values: Values, dtype: torch.dtype) -> list[float]:
     """The weights, rounded as the tensors are."""
-    return torch.tensor([own["weight"] for own in values.models], dtype=dtype).tolist()
+    return list(_rounded(tuple(own["weight"] for own in values.models), dtype))
+
+
+@lru_cache(maxsize=64)  # the same for every piece of a tensor
+def _rounded(weights: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    return tuple(torch.tensor(weights, dtype=dtype).tolist())
+
+
+def _divisor(weights: list[float], dtype: torch.dtype) -> float:
+    """sum_t w_t, but one if that is next to nothing."""
+    divisor = float(torch.tensor(weights, dtype=dtype).sum())
+    return 1.0 if abs(divisor) < _TINY else divisor
 
 
 def _rules(values: Values, found: Found) -> Rules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,25 +46,22 @@ def merge_elected(
     The deltas are spent. Without a divisor if not `normalize`.
     """
     if rules.weigh == "before":
-        weigh_(deltas, weights)
+        deltas = list(weigh_(deltas, weights))
     signs = elected_signs(deltas, rules)
     for delta in deltas:
         silence_(delta, signs)
     heard = weights if rules.divisor == "weight" else [1.0] * len(weights)
     divisor = _shares(deltas, heard) if normalize else None
-    if rules.weigh == "after":
-        weigh_(deltas, weights)
-    merged = add_up(deltas)
+    merged = add_up(weigh_(deltas, weights) if rules.weigh == "after" else deltas)
     if divisor is None:
         return merged
     return merged.div_(divisor if rules.least is None else divisor.clamp_(min=rules.least))
 
 
-def weigh_(deltas: list[torch.Tensor], weights: list[float]) -> None:
-    """w_t d_t, in place."""
+def weigh_(deltas: Iterable[torch.Tensor], weights: list[float]) -> Iterator[torch.Tensor]:
+    """w_t d_t, in place, one after another."""
     for delta, weight in zip(deltas, weights, strict=True):
-        if weight != 1:
-            delta.mul_(weight)
+        yield delta if weight == 1 else delta.mul_(weight)
 
 
 def _shares(deltas: list[torch.Tensor], weights: list[float]) -> torch.Tensor:

@@ -93,10 +93,12 @@ def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value.to(wide(dtype)).to(dtype)
 
 
-def add_up(terms: list[torch.Tensor]) -> torch.Tensor:
+def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:
     """x_1 + ... + x_n, kept in float32 and rounded once at the end, from left to right."""
-    work = wide(terms[0].dtype)
-    result = terms[0].to(work, copy=True)
-    for term in terms[1:]:
+    rest = iter(terms)
+    first = next(rest)
+    work = wide(first.dtype)
+    result = first.to(work, copy=True)
+    for term in rest:
         result.add_(term.to(work))
-    return result.to(terms[0].dtype)
+    return result.to(first.dtype)
