@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atlas_cli import __version__
 from atlas_cli.checkpoint import header_text
 from atlas_cli.core.methods.registry import METHODS
 from atlas_cli.errors import AtlasError
@@ -24,15 +22,16 @@ from atlas_cli.merging.inputs import Located, check_fit, open_layout, open_like
 from atlas_cli.merging.learned import open_learned
 from atlas_cli.merging.locking import (
     check_hashes,
+    identity_of,
     lock_text,
     locked,
-    loose_files,
     promised_hashes,
     take_hashes,
 )
 from atlas_cli.merging.makers import ByMethod, Maker, Model
+from atlas_cli.merging.parameters import Resolved, resolve_all
 from atlas_cli.merging.part import MARK, Part, check_space, check_target
-from atlas_cli.merging.plan import Plan, Resolved, lay_out, plan_files, resolve_all
+from atlas_cli.merging.plan import Plan, lay_out, plan_files
 from atlas_cli.tensors import LazyTensors
 
 _HASHERS = 2
@@ -70,11 +69,8 @@ class Prepared:
     @property
     def copied(self) -> list[str]:
         """The files of the base that go with the weights."""
-        return [path.name for path in files_beside(self._layout)]
-
-    @property
-    def _layout(self) -> Any:
-        return self.request.located[self.request.merge.layout].model
+        layout = self.request.located[self.request.merge.layout]
+        return [path.name for path in files_beside(layout.model)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,9 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
         if merge.recipe.locked:
             check_hashes(merge, taken.result())
         try:
-            part = Part(target, _identity(prepared), {s.file: s.bytes for s in plan.shards})
+            part = Part(
+                target, identity_of(merge, located, plan), {s.file: s.bytes for s in plan.shards}
+            )
         except OSError as problem:
             raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
         try:
@@ -163,22 +161,6 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
         finally:
             part.close()
     return _merged(prepared)
-
-
-def _identity(prepared: Prepared) -> str:
-    """What tells one piece of work from another: the plan, the recipe, and the inputs' files."""
-    request = prepared.request
-    sources = [s for one in request.located.values() for s in (one.model, one.adapter) if s]
-    paths = [path for source in sources for path in source.weights]
-    paths += [Path(file).expanduser() for file in loose_files(request.merge)]
-    files = [
-        (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
-        for path in paths
-    ]
-    shards = [(shard.file, shard.bytes, shard.entries) for shard in prepared.plan.shards]
-    raw = json.dumps(request.merge.raw, sort_keys=True, default=str)
-    text = json.dumps([__version__, raw, files, shards], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _finish(prepared: Prepared, part: Part, recipe: dict[str, Any]) -> None:

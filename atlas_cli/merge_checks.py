@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atlas_cli.coefficients import problems_of
 from atlas_cli.errors import UsageError, nearest
+from atlas_cli.learned_checks import learned_problems
 from atlas_cli.method_table import METHODS, OTHERS, Row
 from atlas_cli.settings import parameter_problems
 from atlas_cli.sources import parse_reference
@@ -56,7 +55,7 @@ def semantic_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
         yield f"{where}.seed: expected 0 or more, found {seed}"
     yield from _reference_problems(found.get("base_model"), f"{where}.base_model")
     if method == "atlas":
-        yield from _learned_problems(found, where)
+        yield from learned_problems(found, where)
     else:
         yield from _model_problems(found, row, where)
 
@@ -184,41 +183,3 @@ def _value_problems(
         for key, knob in row.per_model.items():
             if knob.default is None and key not in general:
                 yield f"{where}: base_model {base} is not listed, so it has no '{key}'"
-
-
-# Learned coefficients -------------------------------------------------------------------------
-
-
-def _learned_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
-    for key in ("base_model", "vectors", "coefficients"):
-        if found.get(key) is None:
-            yield f"{where}: key '{key}' is missing; merge_method atlas needs it"
-    for key in ("models", "slices", "parameters"):
-        if key in found:
-            yield f"{where}: '{key}' has no meaning with merge_method atlas; it has vectors"
-    if found.get("vectors") == []:
-        yield f"{where}.vectors: names no task vector"
-    if found.get("linearised") is True:
-        yield (
-            f"{where}.linearised: these coefficients were learned for the first-order expansion of "
-            "the model, and no merged weights compute that; learn them without --linearised"
-        )
-    if found.get("scope", "visual") not in ("visual", "text", "all"):
-        yield f"{where}.scope: expected visual, text or all, found {found['scope']!r}"
-    kind = found.get("granularity", "block")
-    if isinstance(kind, str) and not re.fullmatch(r"block|vector|qkv|partition:[1-9]\d{0,4}", kind):
-        yield f"{where}.granularity: expected block, vector, qkv or partition:K, found {kind!r}"
-    for entry in found.get("vectors") or []:
-        file = entry.get("file") if isinstance(entry, dict) else entry
-        if isinstance(file, str) and not Path(file).expanduser().is_file():
-            yield f"{where}.vectors: no such task vector: {file}"
-    table = found.get("coefficients")
-    if isinstance(table, str) and not Path(table).expanduser().is_file():
-        yield f"{where}.coefficients: no such file: {table}"
-    if isinstance(table, dict):
-        numbers = {
-            vector: {label: value for label, value in row.items() if isinstance(value, float)}
-            for vector, row in table.items()
-            if isinstance(row, dict)
-        }
-        yield from problems_of(numbers, f"{where}.coefficients")

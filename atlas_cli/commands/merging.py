@@ -65,7 +65,7 @@ def run(name: str | None, wishes: Wishes) -> None:
     from atlas_cli.merge import Request, prepare, write  # torch is slow: only with good inputs
     from atlas_cli.merging.engine import Limits
     from atlas_cli.merging.inputs import Located
-    from atlas_cli.merging.plan import idle_filters
+    from atlas_cli.merging.parameters import idle_filters
 
     located = {reference: Located(*pair) for reference, pair in found.items()}
 
@@ -150,17 +150,15 @@ def _show_plan(prepared: Prepared, wishes: Wishes) -> None:
         f"memory   {found['peak_memory'] / 1e6:,.1f} MB at most, {found['threads']} threads",
         f"beside   {', '.join(found['beside']) or 'nothing'}",
     ]
-    lines += [f"{one['tensor']}: {json.dumps(_values(one))}" for one in found["explained"]]
+    for one in found["explained"]:
+        values = {key: one[key] for key in ("parameters", "models")}
+        lines.append(f"{one['tensor']}: {json.dumps(values)}")
     output.write("".join(f"{line}\n" for line in lines))
-
-
-def _values(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one[key] for key in ("parameters", "models")}
 
 
 def _plan(prepared: Prepared, wishes: Wishes) -> dict[str, Any]:
     from atlas_cli.merging.engine import peak_memory
-    from atlas_cli.merging.plan import explain
+    from atlas_cli.merging.parameters import explain
 
     plan, merge = prepared.plan, prepared.request.merge
     merged = sum(made.merged for made in plan.outputs)

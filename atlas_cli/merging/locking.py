@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+from atlas_cli import __version__
 from atlas_cli.errors import MismatchError
 from atlas_cli.merge_recipe import Merge, split_adapter
 from atlas_cli.merging.inputs import Located
+from atlas_cli.merging.plan import Plan
 from atlas_cli.recipe import write_mapping
 from atlas_cli.sources import Source, parse_reference, sha256_of
 
@@ -115,3 +119,18 @@ def lock_text(recipe: dict[str, Any]) -> str:
     """The locked recipe as a file."""
     comment = "The recipe of this model, with every input pinned. Merging it gives the same bytes."
     return write_mapping(recipe, comment)
+
+
+def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan) -> str:
+    """What tells one piece of work from another: the plan, the recipe, and the inputs' files."""
+    sources = [s for one in located.values() for s in (one.model, one.adapter) if s]
+    paths = [path for source in sources for path in source.weights]
+    paths += [Path(file).expanduser() for file in loose_files(merge)]
+    files = [
+        (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
+        for path in paths
+    ]
+    shards = [(shard.file, shard.bytes, shard.entries) for shard in plan.shards]
+    raw = json.dumps(merge.raw, sort_keys=True, default=str)
+    text = json.dumps([__version__, raw, files, shards], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -12,7 +12,8 @@ import torch
 
 from atlas_cli.core.methods.method import Method, Tile, Values
 from atlas_cli.errors import CheckpointError
-from atlas_cli.merging.plan import Output, Resolved
+from atlas_cli.merging.parameters import Resolved
+from atlas_cli.merging.plan import Output
 from atlas_cli.tensors import LazyTensor, LazyTensors
 
 _TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
