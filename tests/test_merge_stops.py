@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,16 +38,25 @@ def start(recipe: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def kill_somewhere(recipe: Path, wait: float, number: int) -> bool:
-    """Kill a merge some time after it began to write; whether it was killed before its end."""
+def pieces_in(journal: Path) -> int:
+    """How many pieces a journal has; -1 if there is no journal."""
+    try:
+        return journal.read_bytes().count(b"\n") - 1
+    except FileNotFoundError:
+        return -1
+
+
+def kill_somewhere(recipe: Path, chance: random.Random, number: int) -> int | None:
+    """Kill a merge after some more pieces; how many there are then, or None if it was done."""
+    journal = recipe.parent / ".out.part" / "journal"
+    wanted = max(pieces_in(journal), 0) + chance.randint(1, 40)
     process = start(recipe)
-    part = recipe.parent / ".out.part"
-    while process.poll() is None and not part.exists():
-        time.sleep(0.001)
-    time.sleep(wait)
+    while process.poll() is None and pieces_in(journal) < wanted:
+        time.sleep(0.0005)
+    time.sleep(chance.choice((0, 0, 0.002, 0.01)))
     process.send_signal(number)
     process.communicate()
-    return process.returncode != 0
+    return pieces_in(journal) if process.returncode else None
 
 
 def check_kills(recipe: Path, kills: int, number: int) -> None:
@@ -56,20 +66,20 @@ def check_kills(recipe: Path, kills: int, number: int) -> None:
     assert process.returncode == 0, said
     wanted = digests(out)
     chance = random.Random(kills)
-    caught = 0
-    while caught < kills:
+    caught: list[int] = []
+    while len(caught) < kills:
         if out.exists():
             assert digests(out) == wanted  # whole, whenever it is there
-            for path in out.iterdir():
-                path.unlink()
-            out.rmdir()
-        caught += kill_somewhere(recipe, chance.uniform(0, 0.25), number)
+            shutil.rmtree(out)
+        if (pieces := kill_somewhere(recipe, chance, number)) is not None:
+            caught.append(pieces)
     if not out.exists():
         process = start(recipe)
         process.communicate()
         assert process.returncode == 0
     assert digests(out) == wanted
     assert not (recipe.parent / ".out.part").exists()
+    assert len(set(caught)) > 2  # they were stopped at different moments, in the middle
 
 
 def test_five_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path):
