@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -34,7 +35,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
 _LARGEST_HEADER = 16 * 2**20  # bytes; a large model has one of a few hundred thousand
 
 
@@ -68,20 +70,28 @@ class _Place:
 
     def read(self) -> torch.Tensor:
         """The tensor, mapped from the file; the map lives as long as the tensor."""
-        count = math.prod(self.shape)
-        if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        page = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        length = self.start - page + count * self.dtype.itemsize
+        return self._map(0, math.prod(self.shape), populate=False).reshape(self.shape)
+
+    def read_part(self, start: int, stop: int) -> torch.Tensor:
+        """Some elements, mapped and in memory at once: one fault instead of one for each page."""
+        return self._map(start, stop, populate=True)
+
+    def _map(self, first: int, last: int, *, populate: bool) -> torch.Tensor:
+        if first == last:
+            return torch.empty(0, dtype=self.dtype)
+        start = self.start + first * self.dtype.itemsize
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        offset, length = start - page, start - page + (last - first) * self.dtype.itemsize
         with _explained(self.path), self.path.open("rb") as file:
             if _stamp(file) != self.stamp:
                 raise CheckpointError(f"{self.path}: changed while it was being read")
             mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        offset = self.start - page
+        if populate:
+            with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
+                mapped.madvise(_POPULATE_READ)
         if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
             mapped, offset = bytearray(mapped[offset:]), 0
-        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=offset)
-        return flat.reshape(self.shape)
+        return torch.frombuffer(mapped, dtype=self.dtype, count=last - first, offset=offset)
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -98,7 +108,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
             raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
         shape = tuple(entry["shape"])
         place = _Place(path, stamp, start + entry["data_offsets"][0], shape, dtype)
-        tensors[name] = LazyTensor(shape, dtype, place.read)
+        tensors[name] = LazyTensor(shape, dtype, place.read, place.read_part)
     return tensors
 
 
@@ -169,7 +179,7 @@ class TensorStream:
         content: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
         self._file.write(content)
         place = [self._length, self._length + len(content)]
-        word = _WORDS[tensor.dtype]
+        word = WORDS[tensor.dtype]
         self._entries[name] = {"dtype": word, "shape": list(tensor.shape), "data_offsets": place}
         self._length = place[1]
 

@@ -183,14 +183,7 @@ def training_of(recipe: FitRecipe) -> Training:
 
 def layout_of(recipe: FitRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
     """The columns of the coefficient table that a recipe asks for."""
-    if recipe.groups:
-        return blocks.by_pattern(shapes, recipe.groups)
-    kind, _, parts = recipe.granularity.partition(":")
-    if kind == "partition":
-        return blocks.by_partition(shapes, int(parts), recipe.seed)
-    return {"block": blocks.by_block, "vector": blocks.by_vector, "qkv": blocks.by_qkv}[kind](
-        shapes
-    )
+    return blocks.choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
 
 
 def refuse_target(pool: Pool, dataset: Dataset) -> None:

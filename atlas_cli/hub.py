@@ -97,6 +97,20 @@ def _folder_of(path: Path, name: str) -> Path:
     return path.parents[len(Path(name).parts) - 1]
 
 
+def push_folder(folder: Path, repository: str) -> str:
+    """Upload a folder to a repository, which is made if need be, and give its address."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repository, exist_ok=True)
+        info = HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}"
+        )
+    except _client_errors() as problem:
+        raise _explained(problem, repository, None) from problem
+    return str(info.repo_url)
+
+
 # What the client raises -----------------------------------------------------------------------
 
 

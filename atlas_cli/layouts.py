@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -204,4 +205,13 @@ def _stacked(name: str, parts: Mapping[str, LazyTensor]) -> LazyTensor:
     if len({(part.shape, part.dtype) for part in ordered}) != 1:
         raise MismatchError(f"{name}: the q, k and v projections differ in shape or dtype")
     shape = (3 * ordered[0].shape[0], *ordered[0].shape[1:])
-    return LazyTensor(shape, ordered[0].dtype, lambda: torch.cat([part.read() for part in ordered]))
+    size = math.prod(ordered[0].shape)
+
+    def part(start: int, stop: int) -> torch.Tensor:
+        ends = [(max(start - n * size, 0), min(stop - n * size, size)) for n in range(3)]
+        pieces = [t.span(*e) for t, e in zip(ordered, ends, strict=True) if e[0] < e[1]]
+        return torch.cat(pieces)
+
+    return LazyTensor(
+        shape, ordered[0].dtype, lambda: torch.cat([one.read() for one in ordered]), part
+    )

@@ -51,9 +51,14 @@ class Pool:
 
 
 def open_pool(
-    paths: Sequence[str], base: LazyTensors, parameters: Sequence[str], *, budget: int | None = None
+    paths: Sequence[str],
+    base: LazyTensors,
+    parameters: Sequence[str],
+    *,
+    budget: int | None = None,
+    scope: str = "visual",
 ) -> Pool:
-    """Open vectors of an image tower and refuse what cannot be added to this base.
+    """Open vectors of a scope and refuse what cannot be added to this base.
 
     `parameters` are the tensors that can be composed; the vectors' other blocks, such as the
     statistics of batch normalisation, are left to the base.
@@ -62,13 +67,13 @@ def open_pool(
     _check_names(members)
     headers = {member.path: member.vector.header for member in members}
     for member in members:
-        if member.vector.header.scope != "visual":
+        if member.vector.header.scope != scope:
             raise MismatchError(
-                f"{member.path}: has scope {member.vector.header.scope}, but coefficients are "
-                "learned for image towers; extract it with --scope visual"
+                f"{member.path}: has scope {member.vector.header.scope}, but these coefficients "
+                f"are for scope {scope}; extract it with --scope {scope}"
             )
     check_same_base(headers)
-    _check_base(members[0], base)
+    _check_base(members[0], base, scope)
     for member in members:
         _check_shapes(member, base)
     blocks = {name for member in members for name in member.vector.names}
@@ -94,8 +99,8 @@ def _check_names(members: Sequence[Member]) -> None:
         seen[member.name] = member.path
 
 
-def _check_base(member: Member, base: LazyTensors) -> None:
-    found, header = base_fingerprint(base, "visual"), member.vector.header
+def _check_base(member: Member, base: LazyTensors, scope: str) -> None:
+    found, header = base_fingerprint(base, scope), member.vector.header
     if found != header.fingerprint:
         raise MismatchError(
             f"{member.path}: was taken from another base ({header.base.get('reference')}, "

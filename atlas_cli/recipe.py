@@ -169,17 +169,27 @@ Recipe = TypeVar("Recipe", EvalRecipe, FitRecipe, LearnedRecipe)
 
 def read_recipe(schema: type[Recipe], text: str, where: str = "recipe") -> Recipe:
     """Read a recipe. Raises UsageError with one line for every problem found."""
-    found = _parse(text, where)
-    if not isinstance(found, dict):
-        raise UsageError(f"{where}: expected keys and values, found {type(found).__name__}")
-    if problems := list(_problems(schema, found, where)):
+    found = parse_mapping(text, where)
+    if problems := list(schema_problems(schema, found, where)):
         raise UsageError("\n".join(problems))
     return _filled(schema, found)
 
 
+def parse_mapping(text: str, where: str) -> dict[Any, Any]:
+    """The keys and values of a YAML text. Raises UsageError for anything else."""
+    found = _parse(text, where)
+    if not isinstance(found, dict):
+        raise UsageError(f"{where}: expected keys and values, found {type(found).__name__}")
+    return found
+
+
 def write_recipe(recipe: LearnedRecipe, comment: str) -> str:
     """A learned recipe as YAML, under a comment of one or more lines."""
-    found = dataclasses.asdict(recipe)
+    return write_mapping(dataclasses.asdict(recipe), comment)
+
+
+def write_mapping(found: dict[str, Any], comment: str) -> str:
+    """Keys and values as YAML, under a comment of one or more lines."""
     lines = "".join(f"# {line}\n" for line in comment.splitlines())
     return lines + yaml.dump(found, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -191,7 +201,8 @@ def _filled(schema: type[Recipe], found: dict[str, Any]) -> Recipe:
     return schema(**values)
 
 
-def _problems(schema: type, found: dict[Any, Any], where: str) -> Iterator[str]:
+def schema_problems(schema: type, found: dict[Any, Any], where: str) -> Iterator[str]:
+    """Every key that is unknown or missing, and every value of the wrong type, one line each."""
     types = get_type_hints(schema)
     for key in found:
         if key not in types:
@@ -204,7 +215,9 @@ def _problems(schema: type, found: dict[Any, Any], where: str) -> Iterator[str]:
 
 
 def _wrong_type(wanted: Any, value: Any, where: str) -> Iterator[str]:
-    """Every way in which a value is not of the type a schema wants."""
+    """Every way in which a value is not of the type a schema wants. Any is checked elsewhere."""
+    if wanted is Any:
+        return
     choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     kinds = {get_origin(choice) or choice: choice for choice in choices}
     if isinstance(value, list) and list in kinds:
@@ -215,15 +228,25 @@ def _wrong_type(wanted: Any, value: Any, where: str) -> Iterator[str]:
             if not isinstance(key, str):
                 yield f"{where}.{key}: expected a name, found {type(key).__name__}; quote it"
             yield from _wrong_type(get_args(kinds[dict])[1], item, f"{where}.{key}")
-    elif isinstance(value, dict) and wanted is VectorEntry:
-        yield from _problems(wanted, value, where)
+    elif isinstance(value, dict) and (entries := [c for c in choices if _is_entry(c)]):
+        yield from schema_problems(entries[0], value, where)
     elif not _is_one_of(value, kinds):
-        names = [_WORDS.get(kind, getattr(kind, "__name__", "")) for kind in kinds]
+        names = dict.fromkeys(_word(kind) for kind in kinds)
         listed = " or ".join(name for name in names if name)
         yield f"{where}: expected {listed}, found {type(value).__name__}"
 
 
-_WORDS = {list: "a list", dict: "keys and values", type(None): "", VectorEntry: "keys and values"}
+_WORDS = {list: "a list", dict: "keys and values", type(None): ""}
+
+
+def _is_entry(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _word(kind: Any) -> str:
+    if _is_entry(kind):
+        return _WORDS[dict]
+    return _WORDS.get(kind, getattr(kind, "__name__", ""))
 
 
 def _is_one_of(value: Any, kinds: Collection[Any]) -> bool:

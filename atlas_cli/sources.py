@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import hashlib
 import importlib.util
 import json
@@ -191,8 +192,11 @@ def _keywords(value: ast.expr, tables: Mapping[str, ast.expr]) -> tuple[str, ...
 # Finding --------------------------------------------------------------------------------------
 
 
-def locate(reference: Reference) -> Source:
-    """Find the files of a reference, downloading them if need be."""
+def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
+    """Find the files of a reference, downloading them if need be.
+
+    `beside` are patterns of further files to download, where a repository has them.
+    """
     match reference.kind:
         case "builtin":
             return _in_folder(reference, builtin.model_folder(reference.name))
@@ -203,9 +207,9 @@ def locate(reference: Reference) -> Source:
             return Source(reference, path.parent, (path,))
         case "open_clip":
             repository, file = _open_clip_repository(reference)
-            return _on_hub(reference, repository, file)
+            return _on_hub(reference, repository, file, beside)
         case "hub":
-            return _on_hub(reference, reference.name, reference.file)
+            return _on_hub(reference, reference.name, reference.file, beside)
 
 
 def _in_folder(reference: Reference, folder: Path) -> Source:
@@ -225,7 +229,9 @@ def _open_clip_repository(reference: Reference) -> tuple[str, str | None]:
     return f"{owner}/{name}", file or None
 
 
-def _on_hub(reference: Reference, repository: str, file: str | None) -> Source:
+def _on_hub(
+    reference: Reference, repository: str, file: str | None, beside: Sequence[str]
+) -> Source:
     likely = [*CONFIG_NAMES, *WEIGHT_NAMES]
     snapshot = open_snapshot(repository, reference.revision, [file, *likely] if file else likely)
     entry = file or choose_weights(snapshot.files, reference.text)
@@ -237,6 +243,8 @@ def _on_hub(reference: Reference, repository: str, file: str | None) -> Source:
     snapshot.fetch([*members, *CONFIG_NAMES])
     if _needs_tokenizer(folder):
         snapshot.fetch(TOKENIZER_PATTERNS)
+    if beside and any(fnmatch.fnmatchcase(n, p) for n in snapshot.files for p in beside):
+        snapshot.fetch(beside)
     weights = tuple(folder / name for name in members)
     return Source(reference, weights[0].parent, weights, commit=snapshot.commit)
 

@@ -10,11 +10,16 @@ import torch
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A named tensor that has not been read yet."""
+    """A named tensor that has not been read yet. `part` reads some of its elements alone."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    part: Callable[[int, int], torch.Tensor] | None = None
+
+    def span(self, start: int, stop: int) -> torch.Tensor:
+        """The elements from `start` to `stop`, flat. Without `part` the whole tensor is read."""
+        return self.part(start, stop) if self.part else self.read().reshape(-1)[start:stop]
 
 
 LazyTensors = Mapping[str, LazyTensor]

@@ -20,6 +20,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
     "coefficients": (set(), set()),
+    "method_table": (set(), set()),
+    "settings": ({"errors", "method_table"}, set()),
+    "learned_checks": ({"coefficients"}, set()),
+    "merge_checks": ({"errors", "learned_checks", "method_table", "settings", "sources"}, set()),
+    "merge_recipe": ({"errors", "merge_checks", "method_table", "recipe"}, set()),
+    "merge_schema": ({"merge_checks", "method_table"}, set()),
     "core": ({"core", "errors"}, {"torch"}),
     "tensors": (set(), {"torch"}),
     "vision": (set(), {"torch"}),
@@ -90,10 +96,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"pools", "recipe", "sources", "towers"},
         {"torch"},
     ),
+    "merging": (
+        {"checkpoint", "core", "errors", "layouts", "lora", "merge_recipe", "merging", "models"}
+        | {"method_table", "pools", "recipe", "settings", "sources", "tensors", "vectors"},
+        {"torch"},
+    ),
+    "merge": (
+        {"checkpoint", "core", "errors", "files", "layouts", "merge_recipe", "merging", "tensors"},
+        set(),
+    ),
     "export": ({"data", "errors", "images"}, set()),
     "__main__": ({"commands"}, set()),
     "commands": (
-        {"coefficients", "fit", "resuming", "runs", "selection"}
+        {"coefficients", "fit", "hub", "resuming", "runs", "selection"}
+        | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},

@@ -99,3 +99,28 @@ def test_a_pipe_from_folders_to_learned_coefficients(models: tuple[Path, Path], 
     assert json.loads(again.stdout) == found
     rows = bash(f"{ATLAS} inspect {tmp_path}/learned.yaml")
     assert rows.stdout.splitlines()[0] == "vector,block,coefficient"
+
+
+def test_learned_coefficients_become_a_model_that_is_evaluated_in_one_line(tmp_path: Path):
+    from makers import write_moved_tiny
+
+    write_moved_tiny(tmp_path / "v" / "moved.safetensors", seed=1)
+    done = bash(
+        f"cd {tmp_path} && {ATLAS} draw builtin:digits -o digits --shots 2 -q > /dev/null && "
+        f"{ATLAS} fit digits --model builtin:tiny --vectors v/*.safetensors --epochs 1 "
+        f"--min-steps 2 --batch-size 8 -q | {ATLAS} merge - -o merged && "
+        f"{ATLAS} eval builtin:tiny merged --data builtin:digits --shots 5"
+    )
+    assert done.returncode == 0, done.stderr
+    path, columns, *rows = done.stdout.splitlines()
+    assert (path, columns.split(",")[0]) == ("merged", "model")
+    assert [row.split(",")[0] for row in rows] == ["builtin:tiny", "merged"]
+
+
+def test_a_plan_goes_to_a_json_reader(models: tuple[Path, Path], tmp_path: Path):
+    recipe = tmp_path / "r.yaml"
+    entries = [{"model": str(model), "parameters": {"weight": 1}} for model in models]
+    recipe.write_text(json.dumps({"merge_method": "linear", "models": entries}))
+    done = bash(f"{ATLAS} merge {recipe} --dry-run --json | {JSON}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["files"][0]["file"] == "open_clip_model.safetensors"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
+from atlas_cli.merge_recipe import read_merge
+from atlas_cli.method_table import METHODS
 from atlas_cli.recipe import EvalRecipe, FitRecipe, LearnedRecipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +35,7 @@ def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
 
 def test_every_key_is_explained():
     _, *sections = (ROOT / "recipes/README.md").read_text().split("\n## ")
+    sections = [text for text in sections if not text.startswith("`atlas merge`")]
     for section, schema in zip(sections, (EvalRecipe, FitRecipe, LearnedRecipe), strict=True):
         keys, _, _ = section.partition("\n\nSelection")
         explained = re.findall(r"^\| `(\w+)` \|", keys, re.MULTILINE)
@@ -77,3 +80,50 @@ def test_the_recipe_for_few_shots_runs(call, monkeypatch, tmp_path: Path):
     result = call("fit", recipe, "--epochs", "1", "--min-steps", "2", "-o", "run", "--quiet")
     assert result.code == 0, result.err
     assert read_recipe(LearnedRecipe, result.out).base_model == "builtin:tiny"
+
+
+MERGES = sorted((ROOT / "recipes" / "merge").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models a step away from the built-in one, and the task vectors of two such steps."""
+    import shutil
+
+    import torch
+    from makers import write_moved_tiny
+    from safetensors.torch import load_file, save_file
+
+    from atlas_cli.builtin import model_folder
+
+    folder = tmp_path_factory.mktemp("tuned")
+    for seed, name in enumerate(("cars", "signs"), start=1):
+        shutil.copytree(model_folder("tiny"), folder / name)
+        random = torch.Generator().manual_seed(seed)
+        path = folder / name / "open_clip_model.safetensors"
+        moved = {
+            key: (tensor * (1 + 0.05 * torch.randn(tensor.shape, generator=random))).to(
+                tensor.dtype
+            )
+            for key, tensor in load_file(path).items()
+        }
+        save_file(moved, path, {"format": "pt"})
+        write_moved_tiny(folder / "vectors" / f"{name}.safetensors", seed=seed)
+    return folder
+
+
+def test_every_merge_method_has_a_recipe():
+    assert {path.stem for path in MERGES} == {*METHODS}
+
+
+@pytest.mark.parametrize("path", MERGES, ids=lambda path: path.stem)
+def test_a_merge_recipe_runs_on_tiny_models(
+    path: Path, call, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tuned)
+    text = path.read_text("utf-8")
+    assert f"#     atlas merge recipes/merge/{path.name} -o merged\n" in text
+    assert read_merge(text).method == path.stem
+    result = call("merge", path, "-o", tmp_path / "merged", "--memory", "8GB")
+    assert result.code == 0, result.err
+    assert call("inspect", tmp_path / "merged").code == 0

@@ -15,6 +15,7 @@ from atlas_cli.commands.eval import evaluate
 from atlas_cli.commands.extract import extract
 from atlas_cli.commands.fit import fit
 from atlas_cli.commands.inspect import inspect
+from atlas_cli.commands.merge import merge
 from atlas_cli.commands.options import VariadicCommand
 from atlas_cli.errors import AtlasError, nearest
 
@@ -29,6 +30,7 @@ app.command("draw", cls=VariadicCommand)(draw)
 app.command("extract", cls=VariadicCommand)(extract)
 app.command("fit", cls=VariadicCommand)(fit)
 app.command("inspect", cls=VariadicCommand)(inspect)
+app.command("merge", cls=VariadicCommand)(merge)
 
 
 def _show_version(wanted: bool) -> None:

@@ -44,6 +44,18 @@ class Layout:
     placements: Mapping[str, Placement]
 
 
+def choose_layout(
+    shapes: Shapes, granularity: str, groups: Sequence[str] = (), seed: int = 0
+) -> Layout:
+    """The layout of a granularity: block, vector, qkv or partition:K; or of groups by pattern."""
+    if groups:
+        return by_pattern(shapes, groups)
+    kind, _, parts = granularity.partition(":")
+    if kind == "partition":
+        return by_partition(shapes, int(parts), seed)
+    return {"block": by_block, "vector": by_vector, "qkv": by_qkv}[kind](shapes)
+
+
 def by_block(shapes: Shapes) -> Layout:
     """One coefficient per vector and block: the paper's choice."""
     return by_group(shapes, {name: name for name in shapes})

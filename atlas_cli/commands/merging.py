@@ -1,0 +1,199 @@
+"""What `atlas merge` does with its arguments: checks, a plan, the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atlas_cli import __version__
+from atlas_cli.commands import output
+from atlas_cli.commands.input import read_text
+from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.merge_recipe import Merge, read_merge, split_adapter
+from atlas_cli.recipe import parse_bytes
+from atlas_cli.sources import Source, locate, parse_reference
+
+if TYPE_CHECKING:
+    from atlas_cli.merge import Prepared
+
+_MANY = 8  # threads; beyond, the disk and memory are what is waited for
+# Files beside the weights of a Hub repository that are copied with them.
+_BESIDE = ("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What concerns this run only and does not change its result."""
+
+    folder: Path | None
+    force: bool
+    dry_run: bool
+    explain: str | None
+    memory: str
+    threads: int | None
+    shard: str
+    push: str | None
+    allow_nonfinite: bool
+    as_json: bool
+    quiet: bool
+
+
+def show_schema() -> None:
+    """Print the JSON Schema of recipes."""
+    from atlas_cli.merge_schema import json_schema
+
+    output.emit(json_schema(), as_json=True)
+
+
+def run(name: str | None, wishes: Wishes) -> None:
+    """Check everything, then show the plan or write the model."""
+    if name is None:
+        raise UsageError("no recipe given; name a file, or - for stdin")
+    _check(wishes)
+    merge = read_merge(*read_text(name))
+    target = wishes.folder or Path("merged")
+    _check_place(target, wishes)
+    found = _locate(merge)
+    _check_inputs(target, found)
+
+    from atlas_cli.merge import Request, prepare, write  # torch is slow: only with good inputs
+    from atlas_cli.merging.engine import Limits
+    from atlas_cli.merging.inputs import Located
+    from atlas_cli.merging.parameters import idle_filters
+
+    located = {reference: Located(*pair) for reference, pair in found.items()}
+
+    threads = wishes.threads or min(_MANY, os.cpu_count() or 1)
+    limits = Limits(_bytes(wishes.memory), threads, wishes.allow_nonfinite)
+    request = Request(merge, located, target, limits, _bytes(wishes.shard), wishes.force)
+    prepared = prepare(request)
+    for text in idle_filters(merge, [made.name for made in prepared.plan.outputs]):
+        output.warn(f"filter '{text}' is in the name of no tensor")
+    if wishes.dry_run:
+        _show_plan(prepared, wishes)
+        return
+    with output.progress("merging", prepared.plan.bytes, quiet=wishes.quiet) as advance:
+        merged = write(prepared, advance)
+    if wishes.push:
+        _push(target, wishes)
+    told = {"atlas": __version__, **dataclasses.asdict(merged)}
+    output.emit(told if wishes.as_json else merged, as_json=wishes.as_json)
+
+
+def _check(wishes: Wishes) -> None:
+    if wishes.folder is None and not wishes.dry_run:
+        raise UsageError("no folder given; name it with -o DIR, or ask for --dry-run")
+    if wishes.explain is not None and not wishes.dry_run:
+        raise UsageError("--explain shows the plan; give --dry-run with it")
+    for option, text in (("--memory", wishes.memory), ("--max-shard-size", wishes.shard)):
+        if not parse_bytes(text):
+            raise UsageError(f"{option} {text}: expected a size such as 512MB or 2GiB")
+    if wishes.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", wishes.push):
+        raise UsageError(f"--push {wishes.push}: expected OWNER/NAME")
+    try:
+        re.compile(wishes.explain or "")
+    except re.error as problem:
+        raise UsageError(f"--explain: not a regular expression: {problem}") from None
+
+
+def _bytes(text: str) -> int:
+    return parse_bytes(text) or 0
+
+
+def _check_place(target: Path, wishes: Wishes) -> None:
+    """What is wrong with the target is said before models are looked for."""
+    if wishes.dry_run:
+        return
+    if not target.absolute().parent.is_dir():
+        raise AtlasError(f"{target.parent}: no such folder")
+    if target.is_dir() and any(target.iterdir()) and not wishes.force:
+        raise AtlasError(f"{target}: exists already; use --force to replace it")
+
+
+def _locate(merge: Merge) -> dict[str, tuple[Source, Source | None]]:
+    """The files behind every reference, downloaded if need be: a model, and its adapter."""
+    found = {}
+    for reference in merge.references:
+        model, adapter = split_adapter(reference)
+        beside = _BESIDE if reference == merge.layout else ()
+        other = locate(parse_reference(adapter)) if adapter else None
+        found[reference] = (locate(parse_reference(model), beside), other)
+    return found
+
+
+def _check_inputs(target: Path, found: Mapping[str, tuple[Source, Source | None]]) -> None:
+    """Raise if the model would be written over what it is made of."""
+    for reference, (source, _) in found.items():
+        if target.resolve() in [path.resolve().parent for path in source.weights]:
+            raise UsageError(f"{target}: is the folder of {reference}; write to another one")
+
+
+# The plan -------------------------------------------------------------------------------------
+
+
+def _show_plan(prepared: Prepared, wishes: Wishes) -> None:
+    found = _plan(prepared, wishes)
+    if wishes.as_json:
+        output.emit(found, as_json=True)
+        return
+    lines = [
+        f"method   {found['method']}",
+        f"tensors  {found['tensors']} ({found['merged']} merged, {found['copied']} copied)",
+        f"read     {found['bytes_read'] / 1e6:,.1f} MB",
+        f"written  {found['bytes_written'] / 1e6:,.1f} MB in {len(found['files'])} file(s)",
+        f"memory   {found['peak_memory'] / 1e6:,.1f} MB at most, {found['threads']} threads",
+        f"beside   {', '.join(found['beside']) or 'nothing'}",
+    ]
+    for one in found["explained"]:
+        values = {key: one[key] for key in ("parameters", "models")}
+        lines.append(f"{one['tensor']}: {json.dumps(values)}")
+    output.write("".join(f"{line}\n" for line in lines))
+
+
+def _plan(prepared: Prepared, wishes: Wishes) -> dict[str, Any]:
+    from atlas_cli.merging.engine import peak_memory
+    from atlas_cli.merging.parameters import explain
+
+    plan, merge = prepared.plan, prepared.request.merge
+    merged = sum(made.merged for made in plan.outputs)
+    return {
+        "atlas": __version__,
+        "method": merge.method,
+        "tensors": len(plan.outputs),
+        "merged": merged,
+        "copied": len(plan.outputs) - merged,
+        "bytes_read": prepared.read,
+        "bytes_written": plan.bytes,
+        "peak_memory": peak_memory(prepared.peak, prepared.request.limits),
+        "threads": prepared.request.limits.threads,
+        "beside": prepared.copied,
+        "files": [{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
+        "explained": explain(merge, prepared.resolved, wishes.explain) if wishes.explain else [],
+        "outputs": [
+            {
+                "tensor": made.name,
+                "shape": list(made.shape),
+                "dtype": str(made.dtype).removeprefix("torch."),
+                "file": made.file,
+                "offset": made.start,
+                "bytes": made.bytes,
+                "merged": made.merged,
+            }
+            for made in plan.outputs
+        ],
+    }
+
+
+def _push(target: Path, wishes: Wishes) -> None:
+    from atlas_cli.hub import push_folder
+
+    assert wishes.push is not None
+    address = push_folder(target, wishes.push)
+    if not wishes.quiet:
+        output.note(f"pushed to {address}")

@@ -1,0 +1,170 @@
+"""Task arithmetic and its family: sparsify each task vector, elect signs, add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from atlas_cli.core.methods.bands import LARGEST, MIDDLE
+from atlas_cli.core.methods.dropping import AT_RANDOM, BY_RANK
+from atlas_cli.core.methods.election import Rules, elected_signs, merge_elected, weigh_
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.core.methods.sparsify import (
+    Sparsifier,
+    delta_of,
+    scales_by_density,
+    scales_by_norm,
+    sparsify_,
+)
+from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces
+
+_TINY = 1e-8  # a sum of weights that nothing is divided by
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the survey of a tensor keeps: one entry per model, and the sign of a zero sum."""
+
+    kept: Sequence[Any]
+    scales: Sequence[float]
+    zero_sign: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """theta_0 + lambda * sum_t w_t S(theta_t - theta_0): how S sparsifies, and who is heard."""
+
+    sparsifier: Sparsifier | None
+    elects: bool
+
+    def survey(self, tiles: Tiles, values: Values) -> Found:
+        """The cuts or chances of every model, what it is rescaled by, the majority of signs."""
+        count = len(values.models)
+        if self.sparsifier is None:
+            return Found([None] * count, [1.0] * count)
+        kept = self.sparsifier.survey(tiles, values)
+        scales = [1.0] * count
+        if values.merge["rescale"] and values.merge.get("rescale_by") == "density":
+            scales = scales_by_density(values, kept)
+        elif values.merge["rescale"]:
+            scales = scales_by_norm(tiles, self.sparsifier, kept)
+        found = Found(kept, scales)
+        if self.elects and values.merge.get("zero_sign") == "majority":
+            return Found(kept, scales, self._majority(tiles, values, found))
+        return found
+
+    def apply(self, tile: Tile, values: Values, found: Found) -> torch.Tensor:
+        """theta_0 + lambda * (sum_t w_t d_t) / (sum_t w_t), in the dtype of the tensors.
+
+        Sums over models are kept in float32. Only where `normalize` is set is there a divisor.
+        """
+        assert tile.base is not None
+        deltas = self._deltas(tile, found)
+        weights = _weights(values, tile.base.dtype)
+        normalize = values.merge["normalize"]
+        if self.elects:
+            merged = merge_elected(list(deltas), weights, _rules(values, found), normalize)
+        else:
+            merged = add_up(weigh_(deltas, weights))
+            if normalize:
+                merged /= _divisor(weights, tile.base.dtype)
+        if values.merge["lambda"] != 1:
+            merged *= values.merge["lambda"]
+        return torch.add(tile.base, merged, out=merged)
+
+    def _deltas(self, tile: Tile, found: Found) -> Iterator[torch.Tensor]:
+        """S(theta_t - theta_0) of every model, one after another."""
+        for model, (kept, scale) in enumerate(zip(found.kept, found.scales, strict=True)):
+            delta = delta_of(tile, model)
+            if self.sparsifier is not None:
+                sparsify_(self.sparsifier, delta, tile, kept)
+            yield delta if scale == 1 else delta.mul_(scale)
+
+    def _majority(self, tiles: Tiles, values: Values, found: Found) -> int:
+        """The sign that most sums over models have; negative if there are as many of both."""
+        balance = 0
+        for piece in all_pieces(tiles):
+            deltas = list(self._deltas(piece, found))
+            if values.merge.get("weigh", "before") == "before":
+                deltas = list(weigh_(deltas, _weights(values, deltas[0].dtype)))
+            rules = _rules(values, found)
+            up = elected_signs(deltas, rules).count_nonzero()
+            down = elected_signs([-delta for delta in deltas], rules).count_nonzero()
+            balance += int(down) - int(up)
+        return 1 if balance > 0 else -1
+
+
+def _weights(values: Values, dtype: torch.dtype) -> list[float]:
+    """The weights, rounded as the tensors are."""
+    return list(_rounded(tuple(own["weight"] for own in values.models), dtype))
+
+
+@lru_cache(maxsize=64)  # the same for every piece of a tensor
+def _rounded(weights: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    return tuple(torch.tensor(weights, dtype=dtype).tolist())
+
+
+def _divisor(weights: list[float], dtype: torch.dtype) -> float:
+    """sum_t w_t, but one if that is next to nothing."""
+    divisor = float(torch.tensor(weights, dtype=dtype).sum())
+    return 1.0 if abs(divisor) < _TINY else divisor
+
+
+def _rules(values: Values, found: Found) -> Rules:
+    merge = values.merge
+    return Rules(
+        merge.get("elect", "sum"),
+        found.zero_sign,
+        merge.get("weigh", "before"),
+        merge.get("divisor", "weight"),
+    )
+
+
+_ELECTION = (
+    Parameter("elect", "sum", choices=("sum", "count")),
+    Parameter("zero_sign", "positive", choices=("positive", "majority")),
+    Parameter("weigh", "before", choices=("before", "after")),
+    Parameter("divisor", "weight", choices=("weight", "count")),
+)
+_ROUNDING = Parameter("rounding", "floor", choices=("floor", "ceil", "above"))
+_RESCALE_BY = Parameter("rescale_by", "norm", choices=("norm", "density"))
+_GAMMA = Parameter("gamma", 0.01, 0.0, 1.0)
+_EPSILON = Parameter("epsilon", 0.15, 0.0, 1.0)
+
+
+def _method(
+    name: str,
+    family: Family,
+    normalize: bool = False,
+    rescale: bool = False,
+    own: Sequence[Parameter] = (),
+    more: Sequence[Parameter] = (),
+) -> Method:
+    """A method of the family with the defaults that mergekit gives it."""
+    per_merge = [
+        Parameter("normalize", normalize),
+        Parameter("rescale", rescale),
+        Parameter("lambda", 1.0),
+        Parameter("int8_mask", False),  # how mergekit stores its masks; changes no number
+        *more,
+        *(_ELECTION if family.elects else ()),
+    ]
+    per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
+    apply = by_pieces(family.apply)
+    return Method(name, apply, family.survey, per_model, per_merge, needs_base=True)
+
+
+METHODS = (
+    _method("task_arithmetic", Family(None, False)),
+    _method("ties", Family(LARGEST, True), normalize=True, more=(_ROUNDING,)),
+    _method("dare_linear", Family(AT_RANDOM, False), rescale=True, more=(_RESCALE_BY,)),
+    _method("dare_ties", Family(AT_RANDOM, True), rescale=True, more=(_RESCALE_BY,)),
+    _method("della", Family(BY_RANK, True), True, True, (_EPSILON,), (_RESCALE_BY,)),
+    _method("della_linear", Family(BY_RANK, False), False, True, (_EPSILON,), (_RESCALE_BY,)),
+    _method("breadcrumbs", Family(MIDDLE, False), own=(_GAMMA,)),
+    _method("breadcrumbs_ties", Family(MIDDLE, True), own=(_GAMMA,)),
+)

@@ -1,0 +1,79 @@
+"""Model Stock: how far to go from the base to the average, from the angle between the models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import torch
+
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.core.methods.sparsify import delta_of
+from atlas_cli.core.methods.tiling import by_pieces, rounded, square, sum_over
+
+_TINY = 1e-6  # a divisor that is too small
+
+
+def survey_stock(tiles: Tiles, values: Values) -> torch.Tensor | None:
+    """The ratio t for the whole tensor; None if every row has its own."""
+    first = next(tiles())
+    if values.merge["filter_wise"] and len(first.shape) > 1:
+        return None
+    dtype, count = first.models[0].dtype, len(values.models)
+    sums = sum_over(tiles, _products)
+    return ratio(*(list(rounded(x, dtype)) for x in (sums[:count].sqrt(), sums[count:])))
+
+
+def _products(tile: Tile) -> Iterator[torch.Tensor]:
+    """tau_t^2 of every model, then tau_s tau_t of every pair, element by element."""
+    deltas = [delta_of(tile, model) for model in range(len(tile.models))]
+    yield from map(square, deltas)
+    yield from (one * other for one, other in combinations(deltas, 2))
+
+
+def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> torch.Tensor:
+    """t = N c / (1 + (N - 1) c), c the mean cosine of all pairs; 0 where that has no end."""
+    count = len(norms)
+    cosines = [
+        (product / (norms[i] * norms[j]).clamp(min=_TINY)).clamp(-1, 1)
+        for (i, j), product in zip(combinations(range(count), 2), products, strict=True)
+    ]
+    cosine = torch.stack(cosines).mean(0)
+    divisor = 1 + (count - 1) * cosine
+    endless = divisor.abs() < _TINY
+    return torch.where(endless, 0, (count * cosine) / torch.where(endless, 1, divisor))
+
+
+def _row_ratios(tile: Tile) -> torch.Tensor:
+    """The ratio of each vector along the last dimension."""
+    deltas = [delta_of(tile, model) for model in range(len(tile.models))]
+    norms = [torch.linalg.vector_norm(delta, dim=-1) for delta in deltas]
+    products = [(one * other).sum(-1) for one, other in combinations(deltas, 2)]
+    return ratio(norms, products)[..., None]
+
+
+def model_stock(tile: Tile, values: Values, found: torch.Tensor | None) -> torch.Tensor:
+    """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c).
+
+    c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
+    """
+    assert tile.base is not None
+    t = _row_ratios(tile) if found is None else found
+    average = tile.models[0] + tile.models[1]
+    for model in tile.models[2:]:
+        average += model
+    average /= len(tile.models)
+    average *= t
+    return average.add_((1 - t) * tile.base)
+
+
+METHODS = (
+    Method(
+        "model_stock",
+        by_pieces(model_stock),
+        survey_stock,
+        per_merge=(Parameter("filter_wise", False),),
+        needs_base=True,
+        models=(2, None),
+    ),
+)

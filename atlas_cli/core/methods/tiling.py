@@ -1,0 +1,104 @@
+"""Tiles in pieces that a cache holds, and sums that do not depend on how a tensor was cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from atlas_cli.core.methods.method import Tile, Tiles, Values
+
+PIECE = 1 << 16  # elements: a few arrays of them stay in the second-level cache
+Formula = Callable[[Tile, Values, Any], torch.Tensor]
+
+
+def pieces(tile: Tile, times: int = 1) -> Iterator[Tile]:
+    """The rows of a tile (the elements, if it is a vector), `times` PIECE elements at a time."""
+    values = tile.models[0]
+    if values.numel() <= times * PIECE:
+        yield tile
+        return
+    width = values[0].numel()
+    step = max(1, times * PIECE // width)
+    for first in range(0, len(values), step):
+        rows = slice(first, first + step)
+        yield replace(
+            tile,
+            start=tile.start + first * width,
+            base=None if tile.base is None else tile.base[rows],
+            models=tuple(model[rows] for model in tile.models),
+        )
+
+
+def all_pieces(tiles: Tiles, times: int = 1) -> Iterator[Tile]:
+    """One pass over the tensor, a piece at a time."""
+    for tile in tiles():
+        yield from pieces(tile, times)
+
+
+def by_pieces(formula: Formula) -> Formula:
+    """The same formula, applied to one piece of a tile after another."""
+
+    @wraps(formula)
+    def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+        parts = pieces(tile)
+        first = formula(next(parts), values, found)
+        if first.numel() == tile.models[0].numel():
+            return first
+        result = first.new_empty(tile.models[0].shape)
+        flat, done = result.view(-1), first.numel()
+        flat[:done] = first.reshape(-1)
+        for part in parts:
+            flat[done : done + part.models[0].numel()] = formula(part, values, found).reshape(-1)
+            done += part.models[0].numel()
+        return result
+
+    return apply
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are kept: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def total(values: torch.Tensor) -> float:
+    """sum of all elements, in float64: rows in float32 first, the elements of a vector one by one.
+
+    Tiles hold whole rows, so that the sum is the same however a tensor was cut, to 1e-15.
+    """
+    if values.ndim < 2:
+        return float(values.sum(dtype=torch.float64))
+    return float(values.flatten(1).sum(1, dtype=wide(values.dtype)).sum(dtype=torch.float64))
+
+
+def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """The total of each of several terms over the whole tensor, in float64; one pass."""
+    sums = [[total(term) for term in terms(piece)] for piece in all_pieces(tiles)]
+    return torch.tensor(
+        [math.fsum(parts) for parts in zip(*sums, strict=True)], dtype=torch.float64
+    )
+
+
+def square(values: torch.Tensor) -> torch.Tensor:
+    """values^2, in float32."""
+    return values.to(wide(values.dtype)).square()
+
+
+def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float64 statistic as one call over the whole tensor gives it: float32, then `dtype`."""
+    return value.to(wide(dtype)).to(dtype)
+
+
+def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """x_1 + ... + x_n, kept in float32 and rounded once at the end, from left to right."""
+    rest = iter(terms)
+    first = next(rest)
+    work = wide(first.dtype)
+    result = first.to(work, copy=True)
+    for term in rest:
+        result.add_(term.to(work))
+    return result.to(first.dtype)

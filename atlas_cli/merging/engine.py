@@ -1,0 +1,157 @@
+"""A plan -> bytes in files: pieces of tensors made by a few threads within a memory budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.errors import AtlasError
+from atlas_cli.merging.makers import Maker, check_finite
+from atlas_cli.merging.part import Part
+from atlas_cli.merging.plan import Output, Plan
+
+_RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
+
+
+class Budget:
+    """Bytes of memory that several threads share. One that finds none waits."""
+
+    def __init__(self, total: int) -> None:
+        self._free = self.total = total
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, wanted: int) -> Iterator[None]:
+        """With so many bytes, once they are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+@dataclass
+class _Survey:
+    """What is known of a whole tensor: found by the first thread that asks."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    known: bool = False
+    value: Any = None
+
+    def of(self, output: Output, maker: Maker) -> Any:
+        with self.lock:
+            if not self.known:
+                self.value, self.known = maker.survey(output), True
+        return self.value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the machine a merge may take."""
+
+    memory: int = 512_000_000
+    threads: int = 1
+    allow_nonfinite: bool = False
+
+
+def working_memory(limits: Limits) -> int:
+    """What the budget leaves for tensors, beside the program itself."""
+    return limits.memory - resident() - _RESERVE
+
+
+def resident() -> int:
+    """The bytes of memory that this process takes now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * 4096
+
+
+def check_memory(plan: Plan, maker: Maker, limits: Limits) -> int:
+    """The bytes that the largest tile needs. Raises AtlasError if the budget has not as many."""
+    largest = max(plan.outputs, key=maker.need)
+    needed, there = maker.need(largest), working_memory(limits)
+    if needed > there:
+        total = (needed + limits.memory - there) / 1e6
+        raise AtlasError(
+            f"{largest.name}: needs {total:,.0f} MB of memory at once; use --memory {total:.0f}MB"
+        )
+    return needed
+
+
+def peak_memory(tile: int, limits: Limits) -> int:
+    """What the process will take: itself, and as many tiles as threads within the budget."""
+    return min(limits.memory, resident() + _RESERVE + tile * limits.threads)
+
+
+def run(
+    plan: Plan, maker: Maker, part: Part, limits: Limits, advance: Callable[[int], None]
+) -> None:
+    """Make every piece that is not there yet. `advance` hears of bytes that are done."""
+    starts = {shard.file: 8 + shard.header for shard in plan.shards}
+    budget = Budget(working_memory(limits))
+    with _workers(limits.threads) as pool:
+        waiting: dict[Future[None], int] = {}
+        # The largest first, so that no thread is left with a large one at the end.
+        for output in sorted(plan.outputs, key=lambda output: -output.bytes):
+            survey = _Survey()
+            for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
+                if (output.number, number) in part.done:
+                    advance(_bytes(output, spans))
+                    continue
+                job = _Job(output, number, spans, survey)
+                future = pool.submit(_work, job, maker, part, budget, starts[output.file], limits)
+                waiting[future] = _bytes(output, spans)
+        for future in as_completed(waiting):
+            future.result()
+            advance(waiting[future])
+
+
+def _bytes(output: Output, spans: list[tuple[int, int]]) -> int:
+    return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Job:
+    output: Output
+    number: int
+    spans: list[tuple[int, int]]
+    survey: _Survey
+
+
+def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
+    output = job.output
+    with budget.take(maker.need(output)):
+        survey = job.survey.of(output, maker)
+        for span in job.spans:
+            values = maker.make(output, span, survey)
+            if not limits.allow_nonfinite:
+                check_finite(values, output.name, "the merged model")
+            offset = start + output.start + span[0] * output.dtype.itemsize
+            part.write(output.file, offset, values)
+            del values
+    part.note((output.number, job.number))
+
+
+@contextmanager
+def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads in which torch has one of its own; what has not begun is dropped on an error."""
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)

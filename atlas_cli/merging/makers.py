@@ -1,0 +1,132 @@
+"""How the values of an output come about: by a method on tiles, by composition, or as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from atlas_cli.core.methods.method import Method, Tile, Values
+from atlas_cli.errors import CheckpointError
+from atlas_cli.merging.parameters import Resolved
+from atlas_cli.merging.plan import Output
+from atlas_cli.tensors import LazyTensor, LazyTensors
+
+_TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
+
+
+class Maker(Protocol):
+    """Gives the values of outputs, some elements at a time."""
+
+    def whole(self, output: Output) -> bool:
+        """Whether an output is made in one go."""
+
+    def need(self, output: Output) -> int:
+        """The bytes of memory that making a tile of it takes."""
+
+    def survey(self, output: Output) -> Any:
+        """What has to be known of the whole tensor before a tile of it can be made."""
+
+    def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
+        """The elements of a span, in the dtype of the file."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model by the name that the user gave it."""
+
+    reference: str
+    tensors: LazyTensors
+
+
+@dataclass(frozen=True)
+class ByMethod:
+    """base and models -> a method's formula, tile by tile."""
+
+    method: Method
+    layout: Model
+    base: Model | None
+    models: tuple[Model, ...]
+    resolved: Mapping[str, Resolved]
+    seed: int
+    allow_nonfinite: bool = False
+
+    def whole(self, output: Output) -> bool:
+        """Whether the method wants whole tensors."""
+        return self.method.whole and output.merged
+
+    def need(self, output: Output) -> int:
+        """Inputs as they are stored and as they are computed with, and what the formula holds."""
+        tile = max(stop - start for start, stop in output.tiles(whole=self.whole(output)))
+        inputs = len(self.models) + (self.base is not None) if output.merged else 1
+        stored = self.layout.tensors[output.name].dtype.itemsize
+        return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
+
+    def survey(self, output: Output) -> Any:
+        """Whatever the method looks for in the whole tensor."""
+        if not output.merged:
+            return None
+
+        def tiles() -> Iterator[Tile]:
+            for span in output.tiles(whole=self.whole(output)):
+                yield self._tile(output, span, check=False)
+
+        return self.method.survey(tiles, self._values(output.name))
+
+    def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
+        """The method's formula, rounded to the dtype of the file."""
+        if not output.merged:
+            return copied(self.layout, output, span, allow_nonfinite=self.allow_nonfinite)
+        tile = self._tile(output, span, check=not self.allow_nonfinite)
+        merged = self.method.apply(tile, self._values(output.name), survey)
+        return merged.reshape(-1).to(output.dtype)
+
+    def _values(self, name: str) -> Values:
+        own = self.resolved[name]
+        seed = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:7]
+        return Values(own.models, own.merge, int.from_bytes(seed, "big"), own.depth)
+
+    def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
+        def read(model: Model) -> torch.Tensor:
+            values = model.tensors[output.name].span(*span)
+            if check:
+                check_finite(values, output.name, model.reference)
+            return shaped(values, output).to(output.compute)
+
+        base = read(self.base) if self.base else None
+        return Tile(output.name, span[0], output.shape, base, tuple(map(read, self.models)))
+
+
+def shaped(values: torch.Tensor, output: Output) -> torch.Tensor:
+    """Whole rows in the shape of rows; what has no rows stays flat, and a scalar is a scalar."""
+    if not output.shape:
+        return values.reshape(())
+    return values.reshape(-1, *output.shape[1:]) if len(output.shape) > 1 else values
+
+
+def copied(
+    layout: Model, output: Output, span: tuple[int, int], *, allow_nonfinite: bool
+) -> torch.Tensor:
+    """The elements as the layout's model has them, in the dtype of the file."""
+    tensor: LazyTensor = layout.tensors[output.name]
+    values = tensor.span(*span)
+    if not allow_nonfinite:
+        check_finite(values, output.name, layout.reference)
+    return values.to(output.dtype)
+
+
+def check_finite(values: torch.Tensor, name: str, where: str) -> None:
+    """Raise CheckpointError if a value is NaN or infinite."""
+    if not values.dtype.is_floating_point:
+        return
+    # A sum is finite only if all its terms are; one that is not may have overflowed.
+    if math.isfinite(values.sum().item()) or values.isfinite().all():
+        return
+    raise CheckpointError(
+        f"{where}: {name} holds values that are not finite (NaN or Inf); "
+        "use --allow-nonfinite to merge them anyway"
+    )

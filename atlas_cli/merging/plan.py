@@ -1,0 +1,160 @@
+"""What a merge will write, made from headers alone: every tensor, and its place in which file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atlas_cli.checkpoint import WORDS, header_text
+from atlas_cli.merge_recipe import Merge
+from atlas_cli.tensors import LazyTensors
+
+TILE = 1 << 19  # elements that are read, merged and written at a time
+_TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of the result: in which file, where in its data, and how it is computed.
+
+    `merged` is False for what is copied from the base: integers, and blocks without a vector.
+    """
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute: torch.dtype
+    file: str
+    start: int
+    merged: bool
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes of the file it takes."""
+        return self.size * self.dtype.itemsize
+
+    def tiles(self, *, whole: bool = False) -> list[tuple[int, int]]:
+        """Where to cut: whole rows of what has rows, anywhere in a vector."""
+        if whole or self.size == 0:
+            return [(0, self.size)]
+        row = math.prod(self.shape[1:]) if len(self.shape) > 1 else 1
+        step = row * max(1, TILE // row)
+        return [(start, min(start + step, self.size)) for start in range(0, self.size, step)]
+
+    def pieces(self, *, whole: bool = False) -> list[list[tuple[int, int]]]:
+        """The tiles, a few at a time."""
+        tiles = self.tiles(whole=whole)
+        return [tiles[first : first + _TILES] for first in range(0, len(tiles), _TILES)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the result: the bytes of its header and of its data, and the header's entries."""
+
+    file: str
+    header: int
+    data: int
+    entries: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """The length of the file."""
+        return 8 + self.header + self.data
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will be written."""
+
+    outputs: tuple[Output, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What the files of weights take."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """The table of shards that loaders look for, if there are several."""
+        if len(self.shards) == 1:
+            return None
+        where = {output.name: output.file for output in self.outputs}
+        total = sum(output.bytes for output in self.outputs)
+        return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def dtype_of(word: str | None) -> torch.dtype | None:
+    """The dtype that a recipe names, as float32 or torch.float32."""
+    return getattr(torch, word.removeprefix("torch.")) if word else None
+
+
+def lay_out(
+    layout: LazyTensors, merged: Iterable[str], merge: Merge, *, limit: int, stem: str
+) -> list[list[Output]]:
+    """Every output, file by file; a file is full when the next tensor would pass the limit."""
+    wanted, written = dtype_of(merge.recipe.dtype), dtype_of(merge.recipe.out_dtype)
+    chosen = set(merged)
+    groups: list[list[tuple[str, torch.dtype, torch.dtype]]] = [[]]
+    filled = 0
+    for name, tensor in layout.items():
+        floating = tensor.dtype.is_floating_point
+        compute = (wanted or tensor.dtype) if floating else tensor.dtype
+        dtype = (written or compute) if floating else tensor.dtype
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, compute, dtype))
+        filled += size
+    files = list(_file_names(stem, len(groups)))
+    outputs: list[list[Output]] = []
+    number = 0
+    for file, group in zip(files, groups, strict=True):
+        start = 0
+        outputs.append([])
+        for name, compute, dtype in group:
+            shape = layout[name].shape
+            made = Output(number, name, shape, dtype, compute, file, start, name in chosen)
+            outputs[-1].append(made)
+            start += made.bytes
+            number += 1
+    return outputs
+
+
+def _file_names(stem: str, count: int) -> Iterator[str]:
+    if count == 1:
+        yield f"{stem}.safetensors"
+        return
+    for number in range(1, count + 1):
+        yield f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def plan_files(groups: Sequence[Sequence[Output]], metadata: Mapping[str, str]) -> Plan:
+    """The plan of these files. The first one carries the metadata, which may change in content
+    but not in length until it is written.
+    """
+    shards = []
+    for number, group in enumerate(groups):
+        entries = {
+            output.name: {
+                "dtype": WORDS[output.dtype],
+                "shape": list(output.shape),
+                "data_offsets": [output.start, output.start + output.bytes],
+            }
+            for output in group
+        }
+        text = header_text(entries, {**(metadata if number == 0 else {}), "format": "pt"})
+        data = sum(output.bytes for output in group)
+        shards.append(Shard(group[0].file, -(-len(text) // 8) * 8, data, entries))
+    return Plan(tuple(output for group in groups for output in group), tuple(shards))

@@ -1,0 +1,58 @@
+"""Tensors cut into tiles and merged, as the engine does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Values
+from atlas_cli.core.methods.registry import METHODS
+
+
+def rows_of(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor[first : first + count] if tensor.ndim else tensor
+
+
+def cut(
+    base: torch.Tensor | None, models: Sequence[torch.Tensor], rows: int, name: str = "weight"
+) -> Iterator[Tile]:
+    """Tiles of `rows` rows each, or elements of a vector."""
+    shape = tuple(models[0].shape)
+    width = math.prod(shape[1:])
+    for first in range(0, shape[0] if shape else 1, rows):
+        part = None if base is None else rows_of(base, first, rows)
+        parts = tuple(rows_of(model, first, rows) for model in models)
+        yield Tile(name, first * width, shape, part, parts)
+
+
+def resolve(method: Method, count: int, parameters: Mapping[str, Any], seed: int) -> Values:
+    """Defaults and given values; those of models are lists, or one number for all."""
+
+    def chosen(parameter: Parameter, model: int) -> Any:
+        given = parameters.get(parameter.name, parameter.default)
+        return given[model] if isinstance(given, list) else given
+
+    assert set(parameters) <= {p.name for p in (*method.per_model, *method.per_merge)}
+    per_model = tuple({p.name: chosen(p, i) for p in method.per_model} for i in range(count))
+    return Values(per_model, {p.name: chosen(p, 0) for p in method.per_merge}, seed)
+
+
+def merge(
+    name: str,
+    base: torch.Tensor | None,
+    models: Sequence[torch.Tensor],
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    rows: int = 1 << 30,
+    seed: int = 0,
+) -> torch.Tensor:
+    """The merged tensor, `rows` rows at a time unless the method wants it whole."""
+    method = METHODS[name]
+    values = resolve(method, len(models), parameters or {}, seed)
+    step = 1 << 30 if method.whole else rows
+    found = method.survey(lambda: cut(base, models, step), values)
+    parts = [method.apply(tile, values, found) for tile in cut(base, models, step)]
+    return torch.cat(parts) if models[0].ndim else parts[0]
