@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def measure(kind: str, count: int, steps: int) -> dict[str, float]:
     open_clip = import_open_clip()
     torch.manual_seed(0)
     before = resident()
+    logging.disable(logging.WARNING)
     tower = open_clip.create_model("ViT-B-32", force_quick_gelu=True).visual
     images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(10, (BATCH,))
     head = torch.randn(10, 512)
@@ -94,7 +97,8 @@ def naive(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
 
     tower.requires_grad_(False)
     base = dict(tower.named_parameters())
-    vectors = [{n: 0.01 * torch.randn_like(t) for n, t in base.items()} for _ in range(count)]
+    first = {name: 0.01 * torch.randn_like(tensor) for name, tensor in base.items()}
+    vectors = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(count)]
     table = torch.zeros(count, len(base), requires_grad=True)
     optimizer = torch.optim.AdamW([table], lr=0.1)
 
@@ -127,6 +131,7 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
         name: stack_blocks({i: random_block(shape, kind) for i in range(count)})
         for name, shape in shapes.items()
     }
+    random_block.cache_clear()
     composition = Composition(base, stacks, by_block(shapes), count)
     engine = Tower(tower, composition)
     descender = Descender(torch.zeros(composition.shape), 1000, Descent())
@@ -139,7 +144,9 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     return step, lambda: composition_cost(engine, stacks)
 
 
+@cache
 def random_block(shape: tuple[int, ...], kind: str) -> Any:
+    """One block for all vectors, which are copies of it: only its size matters here."""
     import torch
 
     from atlas_cli.core.storage import Dense, Factors, Part, quantise
