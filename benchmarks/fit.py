@@ -161,7 +161,9 @@ def random_block(shape: tuple[int, ...], kind: str) -> Any:
 
 
 def composition_cost(engine: Any, stacks: Any) -> dict[str, float]:
-    """Composing, and its gradient, against reading the bytes of the vectors once."""
+    """Composing, and its gradient, against reading what they read once: the vectors and the
+    base, or the vectors and the gradient.
+    """
     import torch
 
     from atlas_cli.core.compose import coefficient_gradient
@@ -173,7 +175,8 @@ def composition_cost(engine: Any, stacks: Any) -> dict[str, float]:
         for value in vars(stack).values()
         if isinstance(value, torch.Tensor) and value.numel() % 8 == 0
     ]
-    words = [tensor.reshape(-1).view(torch.int64) for tensor in tensors]
+    base = [tensor for tensor in engine.composition.base.values() if tensor.numel() % 2 == 0]
+    words = [tensor.reshape(-1).view(torch.int64) for tensor in (*tensors, *base)]
     table = torch.full(engine.composition.shape, 0.1)
     gradients = {n: torch.randn_like(t) for n, t in engine.composition.base.items()}
     work = {

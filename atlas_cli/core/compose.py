@@ -91,7 +91,8 @@ def compose_block(
     start_from = base.reshape(-1)  # what the next stack adds to: the base, then the sum so far
     placement = composition.layout.placements[name]
     for stack in composition.stacks[name]:
-        rows = coefficients[list(stack.members)]
+        everyone = stack.members == tuple(range(composition.vectors))
+        rows = coefficients if everyone else coefficients[list(stack.members)]
         if isinstance(stack, FactorStack) or isinstance(placement, Scattered):
             total.copy_(start_from)
         if isinstance(placement, Scattered):
