@@ -94,7 +94,7 @@ def test_thirty_kills_and_the_same_command_again_give_the_same_bytes(recipe: Pat
 def test_an_interrupt_ends_with_130_and_leaves_what_is_needed_to_go_on(recipe: Path):
     process = start(recipe)
     part = recipe.parent / ".out.part"
-    while process.poll() is None and not part.exists():
+    while process.poll() is None and not (part / "journal").exists():
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
