@@ -33,7 +33,7 @@ LARGEST = {"fp32": 32}  # 64 vectors in float32 are 22.5 GB
 # One measurement, in a process of its own -------------------------------------------------------
 
 
-def measure(kind: str, count: int, steps: int) -> dict[str, float]:
+def measure(kind: str, count: int, steps: int, *, costs: bool) -> dict[str, float]:
     import torch
 
     from atlas_cli.vision import import_open_clip
@@ -56,7 +56,7 @@ def measure(kind: str, count: int, steps: int) -> dict[str, float]:
     seconds = [timed(step) for _ in range(steps + 1)][1:]
     peak = status("VmHWM") - before
     found = {"seconds": statistics.median(seconds), "megabytes": peak / 1e6}
-    return found | extra()
+    return found | (extra() if costs else {})
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -197,9 +197,10 @@ def composition_cost(engine: Any, stacks: Any) -> dict[str, float]:
 # All of them ------------------------------------------------------------------------------------
 
 
-def run(kind: str, count: int, steps: int) -> dict[str, float]:
+def run(kind: str, count: int, steps: int, costs: bool) -> dict[str, float]:
     """A measurement by a fresh interpreter."""
     command = [sys.executable, __file__, "--child", kind, str(count), "--steps", str(steps)]
+    command += [] if costs else ["--no-costs"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -207,12 +208,12 @@ def run(kind: str, count: int, steps: int) -> dict[str, float]:
 Found = dict[tuple[str, int], dict[str, float]]
 
 
-def collect(cases: list[tuple[str, int]], rounds: int, steps: int) -> Found:
+def collect(cases: list[tuple[str, int]], rounds: int, steps: int, *, costs: bool = True) -> Found:
     """The median of every measurement over some rounds, each in another order."""
     seen: dict[tuple[str, int], list[dict[str, float]]] = {case: [] for case in cases}
     for number in range(rounds):
         for case in random.Random(number).sample(cases, len(cases)):
-            seen[case].append(run(*case, steps))
+            seen[case].append(run(*case, steps, costs))
             print(number, *case, seen[case][-1], file=sys.stderr, flush=True)
     return {
         case: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -300,16 +301,17 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[8, 21])
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--no-costs", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         kind, count = options.child
-        print(json.dumps(measure(kind, int(count), options.steps)))
+        print(json.dumps(measure(kind, int(count), options.steps, costs=not options.no_costs)))
         return
     if options.growth:
         kinds = ("fp32", "int8", "rank 16")
         cases = [(k, n) for k in kinds for n in GROWTH if n <= LARGEST.get(k, 64)]
-        show_growth(collect(cases, 1, options.steps), options.plot)
+        show_growth(collect(cases, 1, options.steps, costs=False), options.plot)
         return
     cases = [("fine-tuning", 0), *((k, n) for n in options.counts for k in KINDS[1:])]
     show(collect(cases, options.rounds, options.steps), tuple(options.counts))
