@@ -261,7 +261,7 @@ def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
 
 
 def check_resumed(run: Callable[..., Result], world: Path, tmp_path: Path, times: int) -> None:
-    given = arguments(world, *LONG, "--epochs", str(25 * times))
+    given = arguments(world, *LONG, "--epochs", str(20 + 12 * times))
     assert kill_and_resume(given, tmp_path / "killed", times) == times
     resumed = run(*given, "-o", tmp_path / "killed", "--resume")
     whole = run(*given, "-o", tmp_path / "whole")
