@@ -188,10 +188,7 @@ class _Replica:
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
         self.module = _twin(module)
-        self.parameters = {
-            name: torch.nn.Parameter(tensor, requires_grad=True)
-            for name, tensor in composed.items()
-        }
+        self.parameters = _leaves(composed)
         for name, parameter in self.parameters.items():
             path, _, leaf = name.removeprefix(prefix).rpartition(".")
             setattr(self.module.get_submodule(path), leaf, parameter)
@@ -208,10 +205,7 @@ class _Linear(_Replica):
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
         self.module = _twin(module)
-        self.parameters = {
-            name: torch.nn.Parameter(tensor, requires_grad=True)
-            for name, tensor in composed.items()
-        }
+        self.parameters = _leaves(composed)
         own = dict(self.module.named_parameters())
         self._names = {name: name.removeprefix(prefix) for name in composed}
         self._base = {short: own[short].detach() for short in self._names.values()}
@@ -230,6 +224,10 @@ class _Linear(_Replica):
         with sdpa_kernel(SDPBackend.MATH):
             value, change = jvp(features, (self._base,), (delta,))  # type: ignore[misc]
         return value + change  # type: ignore[no-any-return]
+
+
+def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
 
 
 def _twin(module: torch.nn.Module) -> torch.nn.Module:
