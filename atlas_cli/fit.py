@@ -1,201 +1,31 @@
-"""A few labelled images, a base and task vectors -> one coefficient for each block."""
+"""A few labelled images -> coefficients that recognise them."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import platform
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from atlas_cli import __version__
-from atlas_cli.coefficients import MANY, Table, to_table
-from atlas_cli.core import blocks
-from atlas_cli.core.blocks import Layout, Shapes
-from atlas_cli.core.descent import Descent
-from atlas_cli.data import Dataset
-from atlas_cli.errors import MismatchError
-from atlas_cli.few_shot import Training
-from atlas_cli.heads import zero_shot_head
-from atlas_cli.models import Clip, Opening, open_model, read_tensors
-from atlas_cli.pixels import Pixels, view_of
-from atlas_cli.pools import Member, Pool, compose_pool, open_pool
-from atlas_cli.recipe import FitRecipe, LearnedRecipe, VectorEntry, parse_bytes, parse_penalty
-from atlas_cli.selection import Material, Stage, stages
-from atlas_cli.sources import Source
-from atlas_cli.towers import Tower, crew_for
-
-_PREFIX = "visual."
-_PIXELS = 2**30  # bytes of decoded images that are kept
-_SUFFIX = re.compile(r"(val|valid|validation|train|test)$")
+from atlas_cli.joint import Joint
+from atlas_cli.learning import Setting, training_of
+from atlas_cli.selection import Check, Stage, stages
+from atlas_cli.streams import Score, Stream
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What `fit` is given, with every name resolved. `judges` are images to select on, if any."""
-
-    recipe: FitRecipe
-    model: Source
-    vectors: tuple[str, ...]
-    dataset: Dataset
-    judges: Dataset | None
-    opening: Opening
-    threads: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that is ready to start."""
-
-    inputs: Inputs
-    clip: Clip
-    pool: Pool
-    layout: Layout
-    material: Material
-    plan: list[Stage]
-
-    @property
-    def large(self) -> bool:
-        """Whether there are too many coefficients to write them as text."""
-        return len(self.pool.members) * len(self.layout.labels) > MANY
-
-    def table(self, coefficients: torch.Tensor) -> Table:
-        """Coefficients under their names. A block that a vector lacks has none."""
-        names = [member.name for member in self.pool.members]
-        table = to_table(names, self.layout.labels, coefficients.tolist())
-        for member in self.pool.members:
-            unused = set(self.layout.labels) - labels_of(self.layout, member)
-            for label in unused:
-                del table[member.name][label]
-        return table
-
-    def config(self) -> dict[str, Any]:
-        """All that decides the result, as JSON."""
-        inputs = self.inputs
-        return {
-            "command": "fit",
-            "recipe": dataclasses.asdict(inputs.recipe),
-            "device": self.clip.device.type,
-            "model": inputs.model.provenance(),
-            "vectors": [_entry(member) for member in self.pool.members],
-            "storage": self.pool.storage,
-            "data": describe_data(inputs.dataset),
-            "judges": describe_data(inputs.judges) if inputs.judges else None,
-            "versions": {
-                "atlas": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
-        }
-
-    def learned(self, coefficients: torch.Tensor, file: str | None) -> LearnedRecipe:
-        """The recipe that merges what was learned; the table is in it unless it has a file."""
-        recipe = self.inputs.recipe
-        return LearnedRecipe(
-            merge_method="atlas",
-            base_model=recipe.model,
-            vectors=[VectorEntry(**_entry(member)) for member in self.pool.members],
-            coefficients=file or self.table(coefficients),
-            granularity=recipe.granularity,
-            groups=recipe.groups,
-            linearised=recipe.linearised,
-            seed=recipe.seed,
-        )
-
-
-def labels_of(layout: Layout, member: Member) -> set[str]:
-    """The coefficients that scale something of a vector."""
-    found: set[str] = set()
-    for name, placement in layout.placements.items():
-        if name in member.vector.names:
-            if isinstance(placement, blocks.Segments):
-                found |= {layout.labels[column] for column in placement.columns}
-            else:
-                found |= set(layout.labels[placement.first : placement.first + placement.parts])
-    return found
-
-
-def _entry(member: Member) -> dict[str, str]:
-    return {"name": member.name, "file": member.path, "sha256": member.sha256}
-
-
-def describe_data(dataset: Dataset) -> dict[str, object]:
-    """A dataset in a few words: its name and a hash of its images and labels."""
-    digest = hashlib.sha256(repr((dataset.classes, dataset.templates)).encode())
-    for sample in dataset.samples:
-        digest.update(f"{sample.key}\0{sample.label}\0".encode())
-        if dataset.drawn is None:
-            digest.update((dataset.root / sample.key).read_bytes())
-    images = len(dataset.samples)
-    return {
-        "name": dataset.name,
-        "split": dataset.split,
-        "images": images,
-        "sha256": digest.hexdigest(),
-    }
-
-
-@contextmanager
-def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[Prepared]:
-    """Open everything, check that it fits together, and make it ready to learn."""
-    recipe = inputs.recipe
-    clip = open_model(inputs.model, inputs.opening)
-    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
-    base = {f"{_PREFIX}{name}": tensor for name, tensor in module.named_parameters()}
-    budget = parse_bytes(recipe.memory)
-    pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
-    if not recipe.allow_target:
-        refuse_target(pool, inputs.dataset)
-    layout = layout_of(recipe, pool.shapes)
-    view = view_of(clip.preprocess)
-    pixels = Pixels(inputs.dataset, view, _PIXELS, clip.device)
-    plan = stages(recipe.select, pixels, recipe.seed)
-    head = zero_shot_head(clip, inputs.dataset.classes, inputs.dataset.templates, warn)
-    composition = compose_pool(pool, base, layout, clip.device)
-    judges = Pixels(inputs.judges, view, _PIXELS, clip.device) if inputs.judges else None
-    with crew_for(module, inputs.threads) as crew:
-        tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
-        scaled = clip.device.type == "cuda"
-        material = Material(tower, pixels, head, training_of(recipe), judges, scaled)
-        yield Prepared(inputs, clip, pool, layout, material, plan)
-
-
-def training_of(recipe: FitRecipe) -> Training:
-    """How a recipe wants images shown and coefficients moved."""
-    order, weight = parse_penalty(recipe.penalty) if recipe.penalty else (1, 0.0)
-    descent = Descent(recipe.lr, recipe.weight_decay, recipe.clip, order, weight)
-    return Training(
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        accumulate=recipe.accumulate,
-        min_steps=recipe.min_steps,
-        augment=recipe.augment,
-        seed=recipe.seed,
-        descent=descent,
+def fit(setting: Setting) -> tuple[Joint, list[Stage]]:
+    """Cross-entropy on the images of one task."""
+    recipe = setting.inputs.recipe
+    material = Joint(
+        setting.tower,
+        (Stream(setting.tasks[0], setting.heads[0]),),
+        training_of(recipe),
+        recognise,
+        setting.table(),
+        judges=setting.judges,
+        scaled=setting.scaled,
     )
+    return material, stages(recipe.select, setting.tasks, recipe.seed)
 
 
-def layout_of(recipe: FitRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
-    """The columns of the coefficient table that a recipe asks for."""
-    return blocks.choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
-
-
-def refuse_target(pool: Pool, dataset: Dataset) -> None:
-    """Refuse a vector that by its name was learned on the very data it is to be fitted to."""
-    target = _plain(dataset.drawn or Path(dataset.name.removeprefix("csv:")).stem)
-    for member in pool.members:
-        if _plain(member.name) == target:
-            raise MismatchError(
-                f"{member.path}: vector {member.name} seems to be learned on {dataset.name} "
-                "itself; leave it out, or say --allow-target"
-            )
-
-
-def _plain(name: str) -> str:
-    return _SUFFIX.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+def recognise(scores: Sequence[Score], references: Sequence[Score]) -> Check:
+    """The higher the accuracy the better, and then the mean logarithm of the right class."""
+    (found,) = scores
+    return Check((found.accuracy, found.gain), {"accuracy": found.accuracy})

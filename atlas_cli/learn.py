@@ -47,7 +47,7 @@ def descend(tower: Tower, descender: Descender, problem: Problem) -> Iterator[St
     scaler = descender.scaler
     while descender.number < problem.steps:
         number, rate = descender.number, descender.rate
-        tower.load(descender.coefficients)
+        tower.load(descender.values)
         loss = 0.0
         for images, loss_of in problem.batches(number):
             loss += tower.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -26,36 +25,6 @@ class EvalRecipe:
     split: str | None = None
     templates: list[str] = dataclasses.field(default_factory=list)
     shots: int | None = None
-    arch: str | None = None
-    text: str | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class FitRecipe:
-    """What `atlas fit` learns: images, a base, vectors, and how coefficients are found."""
-
-    data: str
-    model: str
-    vectors: list[str]
-    shots: str | int | float = "all"
-    split: str | None = None
-    templates: list[str] = dataclasses.field(default_factory=list)
-    select: str = "last"
-    granularity: str = "block"
-    groups: list[str] = dataclasses.field(default_factory=list)
-    epochs: int = 10
-    lr: float = 0.1
-    weight_decay: float = 0.1
-    batch_size: int = 128
-    accumulate: int = 1
-    min_steps: int = 10
-    clip: float = 1.0
-    penalty: str | None = None
-    augment: str = "flip"
-    linearised: bool = False
-    memory: str = "2GiB"
-    allow_target: bool = False
     arch: str | None = None
     text: str | None = None
     seed: int = 0
@@ -88,62 +57,8 @@ class LearnedRecipe:
     seed: int = 0
 
 
-def check_fit(recipe: FitRecipe, where: str = "") -> FitRecipe:
-    """The recipe, if its values make sense. Raises UsageError with every problem found."""
-    checks = {
-        "vectors": (bool(recipe.vectors), "names no task vector"),
-        "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
-        "select": (_is_selection(recipe.select), "expected last, holdout, kfold or val:DATA"),
-        "granularity": (
-            bool(re.fullmatch(r"block|vector|qkv|partition:[1-9]\d{0,4}", recipe.granularity)),
-            "expected block, vector, qkv or partition:K",
-        ),
-        "augment": (recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"),
-        "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
-        "penalty": (recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0, _PENALTY),
-        "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),
-    }
-    lines = [
-        f"{where}{key}: {message}, found {getattr(recipe, key)!r}"
-        for key, (good, message) in checks.items()
-        if not good
-    ]
-    for key in ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip"):
-        if not getattr(recipe, key) > 0:
-            lines.append(f"{where}{key}: expected more than 0, found {getattr(recipe, key)}")
-    for key in ("weight_decay", "seed"):
-        if not getattr(recipe, key) >= 0:
-            lines.append(f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}")
-    for key in ("lr", "weight_decay"):
-        if getattr(recipe, key) == math.inf:
-            lines.append(f"{where}{key}: expected a finite number, found inf")
-    if lines:
-        raise UsageError("\n".join(lines))
-    return recipe
-
-
-_PENALTY = "expected l1:WEIGHT or l2:WEIGHT"
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_shots(text: str | int | float) -> int | float | None:
-    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
-    if text == "all":
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        return 0
-    if 0 < number < 1:
-        return number
-    return int(number) if number >= 1 and number.is_integer() else 0
-
-
-def parse_penalty(text: str) -> tuple[int, float]:
-    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
-    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
-    return (int(found[1]), float(found[2])) if found else (0, 0.0)
 
 
 def parse_bytes(text: str) -> int | None:
@@ -152,27 +67,20 @@ def parse_bytes(text: str) -> int | None:
     return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
 
 
-def _is_selection(text: str) -> bool:
-    return text in ("last", "holdout", "kfold") or (text.startswith("val:") and len(text) > 4)
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-Recipe = TypeVar("Recipe", EvalRecipe, FitRecipe, LearnedRecipe)
+Recipe = TypeVar("Recipe")
 
 
 def read_recipe(schema: type[Recipe], text: str, where: str = "recipe") -> Recipe:
     """Read a recipe. Raises UsageError with one line for every problem found."""
+    return _filled(schema, read_keys(schema, text, where))
+
+
+def read_keys(schema: type, text: str, where: str = "recipe") -> dict[str, Any]:
+    """The keys that a recipe gives. Raises UsageError with one line for every problem found."""
     found = parse_mapping(text, where)
     if problems := list(schema_problems(schema, found, where)):
         raise UsageError("\n".join(problems))
-    return _filled(schema, found)
+    return found
 
 
 def parse_mapping(text: str, where: str) -> dict[Any, Any]:

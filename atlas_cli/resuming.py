@@ -7,10 +7,9 @@ import dataclasses
 import torch
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.few_shot import Check
 from atlas_cli.learn import Step
 from atlas_cli.runs import Saved
-from atlas_cli.selection import Moment
+from atlas_cli.selection import Check, Moment
 
 _STATE = "state."
 
@@ -20,7 +19,7 @@ def to_saved(moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]
     tensors = {"best": moment.best}
     tensors |= {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
     checks = {
-        name: [dataclasses.astuple(check) for check in found]
+        name: [dataclasses.asdict(check) for check in found]
         for name, found in moment.checks.items()
     }
     step = dataclasses.asdict(moment.step) if moment.step else None
@@ -35,9 +34,13 @@ def from_saved(saved: Saved) -> Moment:
         raise CheckpointError(f"{saved.path}: is not the state of a run: {problem!r}") from problem
 
 
+def _check(rank: list[float], values: dict[str, float], valid: bool) -> Check:
+    return Check(tuple(rank), values, valid)
+
+
 def _moment(saved: Saved) -> Moment:
     facts = saved.facts
-    checks = {name: [Check(*pair) for pair in found] for name, found in facts["checks"].items()}
+    checks = {name: [_check(**kept) for kept in found] for name, found in facts["checks"].items()}
     state = {
         name.removeprefix(_STATE): tensor
         for name, tensor in saved.tensors.items()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from atlas_cli.core.descent import Descender
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.few_shot import Check, FewShot, Training, check
-from atlas_cli.learn import Step, descend, generator_of
+from atlas_cli.learn import Problem, Step, descend, generator_of
 from atlas_cli.pixels import Pixels
+from atlas_cli.streams import Training
 from atlas_cli.towers import Tower
 
 _HELD_OUT = 4  # one image in so many of a class
 _FOLDS = 4
+
+Indices = tuple[tuple[int, ...], ...]  # of the images of every task
 
 
 @dataclass(frozen=True)
@@ -23,36 +26,51 @@ class Stage:
     """One descent: the images it learns from, those that judge it, and how often they do."""
 
     name: str
-    train: tuple[int, ...]
-    judged_by: tuple[int, ...]
+    train: Indices
+    judged_by: Indices
     every_epoch: bool
 
 
-def stages(select: str, pixels: Pixels, seed: int) -> list[Stage]:
+def stages(select: str, tasks: Sequence[Pixels], seed: int) -> list[Stage]:
     """The descents that a way to select needs. Raises DataError if there are too few images."""
-    everything = tuple(range(len(pixels.dataset.samples)))
+    everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
     if select.startswith("val:"):
         return [Stage("val", everything, (), True)]
-    if select == "last":
-        return [Stage("all", everything, everything, False)]
-    by_class = _by_class(pixels, seed)
-    fewest = min(map(len, by_class))
-    if fewest < 2:
-        raise DataError(
-            f"{pixels.dataset.name}: --select {select} needs two images of every class or more; "
-            "use --select last, or val:DATA"
-        )
+    if select in ("last", "same"):
+        return [Stage("all", everything, everything, select == "same")]
+    if select == "blind":
+        return [Stage("all", everything, (), False)]
+    classes = [_by_class(pixels, seed) for pixels in tasks]
+    for pixels, members in zip(tasks, classes, strict=True):
+        if min(map(len, members)) < 2:
+            raise DataError(
+                f"{pixels.dataset.name}: --select {select} needs two images of every class or "
+                "more; use --select last, or val:DATA"
+            )
     if select == "holdout":
-        held = {i for members in by_class for i in members[: max(1, len(members) // _HELD_OUT)]}
-        rest = tuple(index for index in everything if index not in held)
-        return [Stage("holdout", rest, tuple(sorted(held)), True)]
+        held = [[i for some in each for i in some[: _held_of(some)]] for each in classes]
+        return [Stage("holdout", _rest(everything, held), _sorted(held), True)]
+    folds = min(_FOLDS, min(len(some) for each in classes for some in each))
     found = []
-    folds = min(_FOLDS, fewest)
     for fold in range(folds):
-        held = {index for members in by_class for index in members[fold::folds]}
-        rest = tuple(index for index in everything if index not in held)
-        found.append(Stage(f"fold {fold + 1}", rest, tuple(sorted(held)), True))
+        held = [[i for some in each for i in some[fold::folds]] for each in classes]
+        found.append(Stage(f"fold {fold + 1}", _rest(everything, held), _sorted(held), True))
     return [*found, Stage("all", everything, (), False)]
+
+
+def _held_of(members: Sequence[int]) -> int:
+    return max(1, len(members) // _HELD_OUT)
+
+
+def _sorted(held: Iterable[Sequence[int]]) -> Indices:
+    return tuple(tuple(sorted(some)) for some in held)
+
+
+def _rest(everything: Indices, held: Sequence[Sequence[int]]) -> Indices:
+    return tuple(
+        tuple(index for index in every if index not in some)
+        for every, some in zip(everything, map(set, held), strict=True)
+    )
 
 
 def _by_class(pixels: Pixels, seed: int) -> list[list[int]]:
@@ -67,6 +85,19 @@ def _by_class(pixels: Pixels, seed: int) -> list[list[int]]:
     ]
 
 
+@dataclass(frozen=True, order=True)
+class Check:
+    """How good coefficients are, ordered by `rank` from worse to better.
+
+    `values` are the numbers that people are told. Coefficients that are not `valid` break a rule
+    and are never chosen.
+    """
+
+    rank: tuple[float, ...]
+    values: Mapping[str, float] = field(default_factory=dict, compare=False)
+    valid: bool = field(default=True, compare=False)
+
+
 @dataclass(frozen=True)
 class Moment:
     """Where a run stands after a step: all that going on depends on, and the best so far."""
@@ -78,34 +109,39 @@ class Moment:
     state: dict[str, torch.Tensor] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Material:
-    """All that few-shot learning works with. `judges` are other images to select on, if any."""
+class Material(Protocol):
+    """All that learning works with. Coefficients descend from `start`; zero-shot is the floor."""
 
-    tower: Tower
-    pixels: Pixels
-    head: torch.Tensor
-    training: Training
-    judges: Pixels | None = None
-    scaled: bool = False
+    @property
+    def tower(self) -> Tower:
+        """The model that is composed."""
+
+    @property
+    def training(self) -> Training:
+        """How coefficients descend."""
+
+    @property
+    def start(self) -> torch.Tensor:
+        """The coefficients before the first step."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled, as half precision needs."""
+
+    def is_judged(self, stage: Stage) -> bool:
+        """Whether there is anything to judge a stage by."""
 
     def judge(self, stage: Stage, coefficients: torch.Tensor) -> Check:
-        """Classify the images that judge a stage."""
-        self.tower.load(coefficients)
-        if self.judges is not None:
-            every = range(len(self.judges.dataset.samples))
-            return check(self.tower, self.judges, every, self.head)
-        return check(self.tower, self.pixels, stage.judged_by, self.head)
+        """How good coefficients are on what judges a stage."""
 
-    def problem(self, stage: Stage) -> FewShot:
+    def problem(self, stage: Stage) -> Problem:
         """What a stage learns."""
-        return FewShot(self.pixels, stage.train, self.head, self.training)
 
 
 def begin(material: Material, plan: Sequence[Stage]) -> Moment:
     """Before the first step: zero-shot, the floor of every stage that is judged."""
-    zero = torch.zeros(material.tower.composition.shape, device=material.head.device)
-    judged = [stage for stage in plan if stage.judged_by or material.judges]
+    zero = torch.zeros_like(material.start)
+    judged = [stage for stage in plan if material.is_judged(stage)]
     checks = {stage.name: [material.judge(stage, zero)] for stage in judged}
     return Moment(0, None, checks, zero, {})
 
@@ -122,8 +158,8 @@ def _descend_stage(
     material: Material, plan: Sequence[Stage], number: int, moment: Moment
 ) -> Iterator[Moment]:
     stage, problem = plan[number], material.problem(plan[number])
-    zero = torch.zeros_like(moment.best)
-    descender = Descender(zero, problem.steps, material.training.descent, scaled=material.scaled)
+    descent = material.training.descent
+    descender = Descender(material.start, problem.steps, descent, scaled=material.scaled)
     if moment.state:
         descender.restore(moment.state)
     limit = problem.steps
@@ -136,12 +172,12 @@ def _descend_stage(
         last = step.number == limit
         ends = stage.every_epoch and step.number % problem.epoch_steps == 0
         if stage.name in checks and (last or ends):
-            found = material.judge(stage, descender.coefficients)
-            if len(plan) == 1 and found > max(checks[stage.name]):
-                best = descender.coefficients.detach().clone()
+            found = material.judge(stage, descender.values)
+            if len(plan) == 1 and found.valid and found > max(checks[stage.name]):
+                best = descender.values
             checks = {**checks, stage.name: [*checks[stage.name], found]}
         elif last:
-            best = descender.coefficients.detach().clone()
+            best = descender.values
         state = {} if last else descender.state()
         yield Moment(number + last, step, checks, best, state)
         if last:
@@ -150,10 +186,13 @@ def _descend_stage(
 
 def _means(checks: dict[str, list[Check]]) -> list[Check]:
     """The checks of every epoch, averaged over the stages."""
-    return [
-        Check(sum(c.accuracy for c in row) / len(row), sum(c.gain for c in row) / len(row))
-        for row in zip(*checks.values(), strict=False)
-    ]
+    return [_mean(row) for row in zip(*checks.values(), strict=False)]
+
+
+def _mean(row: Sequence[Check]) -> Check:
+    rank = tuple(sum(parts) / len(row) for parts in zip(*(c.rank for c in row), strict=True))
+    values = {key: sum(c.values[key] for c in row) / len(row) for key in row[0].values}
+    return Check(rank, values, all(check.valid for check in row))
 
 
 def _best_epoch(checks: dict[str, list[Check]]) -> int:
@@ -164,11 +203,11 @@ def _best_epoch(checks: dict[str, list[Check]]) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The coefficients that were chosen, and the checks of zero-shot and of them."""
+    """The coefficients that were chosen, and the checks of zero-shot and of them, if any."""
 
     coefficients: torch.Tensor
-    before: Check
-    after: Check
+    before: Check | None
+    after: Check | None
 
     @property
     def improved(self) -> bool:
@@ -181,13 +220,30 @@ def settle(material: Material, plan: Sequence[Stage], moment: Moment) -> Verdict
     checks = dict(moment.checks)
     best = moment.best
     if len(plan) == 1 and moment.state and not plan[0].every_epoch:
-        current = moment.state["coefficients"]
-        found = material.judge(plan[0], current)
-        if found > checks[plan[0].name][0]:
+        current = material.training.descent.bounded(moment.state["coefficients"])
+        if not checks:
             best = current
-        checks[plan[0].name] = [*checks[plan[0].name], found]
+        else:
+            found = material.judge(plan[0], current)
+            if found.valid and found > checks[plan[0].name][0]:
+                best = current
+            checks[plan[0].name] = [*checks[plan[0].name], found]
     if not best.isfinite().all():
         raise AtlasError("the coefficients are no longer finite; a lower learning rate may help")
     means = _means(checks)
-    after = max(means) if best.any() else means[0]
+    if not means:
+        return Verdict(best, None, None)
+    after = max(check for check in means if check.valid) if best.any() else means[0]
     return Verdict(best, means[0], after)
+
+
+def choose(material: Material, stage: Stage, tables: Iterable[torch.Tensor]) -> Verdict:
+    """The best of some tables by what judges a stage; zero if none of them is better."""
+    zero = torch.zeros_like(material.start)
+    before = material.judge(stage, zero)
+    best, after = zero, before
+    for table in tables:
+        found = material.judge(stage, table)
+        if found.valid and found > after:
+            best, after = table, found
+    return Verdict(best, before, after)

@@ -112,6 +112,11 @@ class Tower:
             list(self._spread(write, self._composed))
         return self._composed
 
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors that were made otherwise: from now on the module runs with these."""
+        for name, tensor in self._composed.items():
+            tensor.copy_(tensors[name])
+
     def features(self, images: torch.Tensor) -> torch.Tensor:
         """What the module gives for a batch, without gradients."""
 

@@ -27,13 +27,13 @@ import build_tiny
 import storage
 import torch
 import torch.nn.functional as F
+from atlas_cli.few_shot import check
 
 from atlas_cli.bases import open_base
 from atlas_cli.builtin import TASKS
 from atlas_cli.core.storage import Form
 from atlas_cli.data import few_shot, open_dataset
 from atlas_cli.extract import Options, extract_to
-from atlas_cli.few_shot import check
 from atlas_cli.fit import Inputs, prepared
 from atlas_cli.models import Opening
 from atlas_cli.pixels import Pixels

@@ -19,6 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cache": ({"files"}, set()),
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
+    "learning_recipe": ({"errors", "recipe"}, set()),
     "coefficients": (set(), set()),
     "method_table": (set(), set()),
     "settings": ({"errors", "method_table"}, set()),
@@ -77,23 +78,25 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "towers": ({"core"}, {"torch"}),
     "learn": ({"core", "errors", "towers"}, {"torch"}),
-    "few_shot": ({"core", "learn", "pixels", "towers"}, {"torch"}),
-    "selection": ({"core", "errors", "few_shot", "learn", "pixels", "towers"}, {"torch"}),
+    "streams": ({"core", "learn", "pixels", "towers"}, {"torch"}),
+    "selection": ({"core", "errors", "learn", "pixels", "streams", "towers"}, {"torch"}),
+    "joint": ({"pixels", "selection", "streams", "towers"}, {"torch"}),
     "runs": ({"checkpoint", "errors", "files"}, {"torch"}),
-    "resuming": ({"errors", "few_shot", "learn", "runs", "selection"}, {"torch"}),
-    "fit": (
-        {
-            "selection",
-            "coefficients",
-            "core",
-            "data",
-            "errors",
-            "few_shot",
-            "heads",
-            "models",
-            "pixels",
-        }
-        | {"pools", "recipe", "sources", "towers"},
+    "resuming": ({"errors", "learn", "runs", "selection"}, {"torch"}),
+    "learning": (
+        {"coefficients", "core", "data", "errors", "heads", "learning_recipe", "models", "pixels"}
+        | {"pools", "recipe", "selection", "sources", "streams", "towers"},
+        {"torch"},
+    ),
+    "fit": ({"joint", "learning", "selection", "streams"}, set()),
+    "negate": ({"core", "joint", "learning", "learning_recipe", "selection", "streams"}, {"torch"}),
+    "add": (
+        {"core", "joint", "learning", "learning_recipe", "pixels", "selection", "streams"},
+        {"torch"},
+    ),
+    "contest": (
+        {"core", "errors", "learning", "learning_recipe", "method_table", "pools", "selection"}
+        | {"settings", "streams", "vectors"},
         {"torch"},
     ),
     "merging": (
@@ -108,7 +111,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "export": ({"data", "errors", "images"}, set()),
     "__main__": ({"commands"}, set()),
     "commands": (
-        {"coefficients", "fit", "hub", "resuming", "runs", "selection"}
+        {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
+        | {"resuming", "runs", "selection"}
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}

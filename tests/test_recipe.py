@@ -14,21 +14,26 @@ from hypothesis import strategies as st
 
 from atlas_cli.coefficients import MANY, to_table
 from atlas_cli.errors import UsageError
-from atlas_cli.recipe import (
+from atlas_cli.learning_recipe import (
+    ADAMERGING,
+    AddRecipe,
     FitRecipe,
-    LearnedRecipe,
-    VectorEntry,
-    check_fit,
-    parse_bytes,
+    NegateRecipe,
+    learning_recipe,
     parse_penalty,
     parse_shots,
+)
+from atlas_cli.recipe import (
+    LearnedRecipe,
+    VectorEntry,
+    parse_bytes,
     read_recipe,
     write_recipe,
 )
 
 # Recipes of fit -------------------------------------------------------------------------------
 
-FIT = FitRecipe(data="shots", model="builtin:tiny", vectors=["v.safetensors"])
+FIT = {"data": "shots", "model": "builtin:tiny", "vectors": ["v.safetensors"]}
 WRONG = {
     "vectors": ([], "names no task vector, found []"),
     "shots": ("many", "expected a number of images, a fraction or all, found 'many'"),
@@ -49,21 +54,60 @@ WRONG = {
 }
 
 
+SEVERAL = {**FIT, "data": ["a", "b"]}
+OWN = {
+    "keep": (NegateRecipe, 0.0, "expected more than 0, such as 0.95, found 0.0"),
+    "forget": (NegateRecipe, "all", "expected unlikelihood, ascent, uniform, found 'all'"),
+    "method": (NegateRecipe, "isotropic", "expected learned or search, found 'isotropic'"),
+    "select": (NegateRecipe, "val:x", "expected same, last, holdout or kfold, found 'val:x'"),
+    "data": (AddRecipe, [], "names no task, found []"),
+    "objective": (AddRecipe, "loss", "expected labels or entropy, found 'loss'"),
+    "clamp": (AddRecipe, "1:0", "expected LOW:HIGH, such as 0:1, found '1:0'"),
+    "ties": (AddRecipe, 2.0, "expected a share such as 0.2, found 2.0"),
+    "individual": (
+        AddRecipe,
+        ["a"],
+        "expected DATA=ACCURACY in percent, such as builtin:digits=98.5, found ['a']",
+    ),
+    "init": (AddRecipe, math.inf, "expected a finite number, found inf"),
+}
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_a_wrong_value_of_negate_or_add_is_reported_with_its_key(key: str):
+    schema, value, message = OWN[key]
+    control = {"control": "c"} if schema is NegateRecipe else {}
+    with pytest.raises(UsageError) as problem:
+        learning_recipe(schema, {**SEVERAL, **control, key: value}, "--")
+    assert str(problem.value) == f"--{key}: {message}"
+
+
+def test_entropy_has_the_defaults_of_adamerging_and_what_is_given_wins():
+    recipe = learning_recipe(AddRecipe, {**SEVERAL, "objective": "entropy", "lr": 0.5})
+    assert recipe.lr == 0.5
+    assert (recipe.init, recipe.clamp, recipe.weight_decay) == (0.3, "0:1", 0.0)
+    assert all(getattr(recipe, key) == value for key, value in ADAMERGING.items() if key != "lr")
+
+
+def test_isotropic_is_one_coefficient_for_each_vector():
+    assert learning_recipe(AddRecipe, {**SEVERAL, "method": "isotropic"}).granularity == "vector"
+
+
 def test_the_defaults_of_a_fit_are_right():
-    assert check_fit(FIT) is FIT
+    assert learning_recipe(FitRecipe, FIT) == FitRecipe(**FIT)
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_wrong_value_of_a_fit_is_reported_with_its_key(key: str):
     value, message = WRONG[key]
     with pytest.raises(UsageError) as problem:
-        check_fit(dataclasses.replace(FIT, **{key: value}), "--")
+        learning_recipe(FitRecipe, {**FIT, key: value}, "--")
     assert str(problem.value) == f"--{key}: {message}"
 
 
 def test_all_wrong_values_of_a_fit_are_reported_at_once():
     with pytest.raises(UsageError) as problem:
-        check_fit(dataclasses.replace(FIT, **{key: value for key, (value, _) in WRONG.items()}))
+        learning_recipe(FitRecipe, {**FIT, **{key: value for key, (value, _) in WRONG.items()}})
     assert str(problem.value).splitlines() == [f"{k}: {text}" for k, (_, text) in WRONG.items()]
 
 
@@ -71,11 +115,11 @@ def test_all_wrong_values_of_a_fit_are_reported_at_once():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_rate_that_is_not_finite_is_refused(key: str, value: float):
     with pytest.raises(UsageError, match=f"^{key}: expected"):
-        check_fit(dataclasses.replace(FIT, **{key: value}))
+        learning_recipe(FitRecipe, {**FIT, key: value})
 
 
 def test_a_clip_that_is_infinite_clips_nothing_and_is_right():
-    check_fit(dataclasses.replace(FIT, clip=math.inf))
+    learning_recipe(FitRecipe, {**FIT, "clip": math.inf})
 
 
 @pytest.mark.parametrize(
@@ -84,13 +128,13 @@ def test_a_clip_that_is_infinite_clips_nothing_and_is_right():
 )
 def test_shots_are_a_number_a_fraction_or_all(text: str | int | float, shots: object):
     assert parse_shots(text) == shots
-    check_fit(dataclasses.replace(FIT, shots=text))
+    learning_recipe(FitRecipe, {**FIT, "shots": text})
 
 
 @pytest.mark.parametrize("text", [0, -1, 1.5, "1.5", "", "half", "nan", "inf", math.nan, math.inf])
 def test_other_shots_are_refused(text: str | int | float):
     with pytest.raises(UsageError, match=r"^shots: expected"):
-        check_fit(dataclasses.replace(FIT, shots=text))
+        learning_recipe(FitRecipe, {**FIT, "shots": text})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +200,7 @@ def test_a_wrong_type_in_a_fit_is_named(line: str, message: str):
 
 def test_a_whole_number_is_a_good_rate():
     recipe = read_recipe(FitRecipe, "data: d\nmodel: m\nvectors: [v]\nlr: 1\n")
-    assert check_fit(recipe).lr == 1
+    assert recipe.lr == 1
 
 
 # Learned recipes ------------------------------------------------------------------------------

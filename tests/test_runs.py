@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
@@ -15,11 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.descent import Descender, Descent
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
-from atlas_cli.few_shot import Check
 from atlas_cli.learn import Step
 from atlas_cli.resuming import from_saved, to_saved
 from atlas_cli.runs import Run, Saved, check_folder, open_run
-from atlas_cli.selection import Moment
+from atlas_cli.selection import Check, Moment
 
 CONFIG = {
     "command": "fit",
@@ -35,9 +35,22 @@ def moment_after(steps: int) -> Moment:
     descender = Descender(torch.zeros(2, 3), 10, Descent())
     for number in range(steps):
         descender.step(torch.arange(6.0).view(2, 3) - number)
-    checks = {"holdout": [Check(1 / 3, -math.log(3)), Check(0.1 + 0.2, -5e-324)]}
+    checks = {
+        "holdout": [
+            Check((1 / 3, -math.log(3)), {"accuracy": 1 / 3}),
+            Check((0.1 + 0.2, -5e-324), {"accuracy": 0.1 + 0.2}, valid=False),
+        ]
+    }
     step = Step(steps, 1, 2 / 3, 0.7, 0.1 * math.cos(1)) if steps else None
     return Moment(1, step, checks, torch.full((2, 3), 0.1), descender.state())
+
+
+def facts(moment: Moment) -> tuple:
+    checks = {
+        name: [dataclasses.astuple(check) for check in found]
+        for name, found in moment.checks.items()
+    }
+    return moment.stage, moment.step, checks
 
 
 def same(first: Moment, second: Moment) -> bool:
@@ -46,11 +59,7 @@ def same(first: Moment, second: Moment) -> bool:
         [*sorted(second.state.items()), ("best", second.best)],
         strict=True,
     )
-    return (first.stage, first.step, first.checks) == (
-        second.stage,
-        second.step,
-        second.checks,
-    ) and all(
+    return facts(first) == facts(second) and all(
         a == b and left.dtype == right.dtype and torch.equal(left, right)
         for (a, left), (b, right) in tensors
     )
@@ -99,7 +108,10 @@ def test_a_moment_comes_back_without_losing_a_bit(tmp_path: Path, steps: int):
 def test_every_number_comes_back_through_json(
     pairs: list[tuple[float, float]], loss: float, values: list[float]
 ):
-    checks = {"fold 1": [Check(*pair) for pair in pairs], "fold 2": []}
+    checks = {
+        "fold 1": [Check(pair, {"a": pair[0]}, pair[0] > 0.5) for pair in pairs],
+        "fold 2": [],
+    }
     best = torch.tensor(values)
     moment = Moment(2, Step(3, 1, loss, 0.5, 0.1), checks, best, {"number": torch.tensor(3)})
     tensors, facts = to_saved(moment)

@@ -10,12 +10,14 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.commands import output
+from atlas_cli.commands.add import add
 from atlas_cli.commands.draw import draw
 from atlas_cli.commands.eval import evaluate
 from atlas_cli.commands.extract import extract
 from atlas_cli.commands.fit import fit
 from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.merge import merge
+from atlas_cli.commands.negate import negate
 from atlas_cli.commands.options import VariadicCommand
 from atlas_cli.errors import AtlasError, nearest
 
@@ -29,6 +31,8 @@ app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
 app.command("extract", cls=VariadicCommand)(extract)
 app.command("fit", cls=VariadicCommand)(fit)
+app.command("negate", cls=VariadicCommand)(negate)
+app.command("add", cls=VariadicCommand)(add)
 app.command("inspect", cls=VariadicCommand)(inspect)
 app.command("merge", cls=VariadicCommand)(merge)
 

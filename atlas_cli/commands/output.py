@@ -118,6 +118,19 @@ def warn(text: str) -> None:
     note(f"warning: {text}")
 
 
+def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Say rows on stderr, one line each, in columns."""
+    if sys.stderr is None:
+        return
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        sys.stderr.write(f"  {'  '.join(cells).rstrip()}\n")
+    sys.stderr.flush()
+
+
 @contextmanager
 def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that the given function moves; none without a terminal or when quiet."""

@@ -16,13 +16,24 @@ _SCALER = ("scale", "_growth_tracker")
 
 @dataclass(frozen=True)
 class Descent:
-    """How coefficients descend; the paper's recipe for a few images per class by default."""
+    """How coefficients descend; the paper's recipe for a few images per class by default.
+
+    `schedule` is cosine (half a cosine, from the rate to zero) or constant. Coefficients count as
+    `low` or `high` where they are beyond, and nothing draws them back from there but the decay.
+    """
 
     rate: float = 0.1
     decay: float = 0.1
     clip: float = 1.0
     penalty_order: int = 1
     penalty_weight: float = 0.0
+    schedule: str = "cosine"
+    low: float = -math.inf
+    high: float = math.inf
+
+    def bounded(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """The coefficients that are composed: a copy, within the bounds."""
+        return coefficients.detach().clamp(self.low, self.high)
 
 
 class Descender:
@@ -42,12 +53,20 @@ class Descender:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step: half a cosine from the first to zero."""
+        """The learning rate of the next step."""
+        if self._descent.schedule == "constant":
+            return self._descent.rate
         return self._descent.rate * (1 + math.cos(math.pi * self.number / self._steps)) / 2
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The coefficients that are composed: a copy, within the bounds."""
+        return self._descent.bounded(self.coefficients)
 
     def step(self, gradient: torch.Tensor) -> None:
         """One step of AdamW along a gradient of the (scaled) loss, clipped after unscaling."""
-        self.coefficients.grad = gradient.to(self.coefficients.dtype)
+        inside = self.values == self.coefficients  # beyond its bounds, a coefficient does nothing
+        self.coefficients.grad = gradient.to(self.coefficients.dtype) * inside
         if self.scaler.is_enabled():
             self.scaler.unscale_(self._optimizer)
         self._add_penalty()

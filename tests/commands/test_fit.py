@@ -112,9 +112,11 @@ def merged_folder(recipe: dict, target: Path) -> Path:
 def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     call, world, tmp_path
 ):
-    from atlas_cli.commands.fitting import Wishes, _resolve, plan_fit
-    from atlas_cli.few_shot import predict
-    from atlas_cli.fit import prepared
+    from atlas_cli.commands.fitting import Fitting
+    from atlas_cli.commands.learning import plan_recipe, resolve
+    from atlas_cli.commands.learning_options import Wishes
+    from atlas_cli.learning import prepared
+    from atlas_cli.streams import predict
 
     result = call(*arguments(world, "--lr", "0.5"))
     recipe = yaml.safe_load(result.out)
@@ -124,15 +126,15 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     ours = [json.loads(line) for line in shown.out.splitlines()]
 
     flags = {"model": str(world / "base"), "vectors": [str(world / "v")]}
-    wishes = Wishes(None, False, False, 2, "cpu", False, True)
-    inputs = _resolve(plan_fit(str(test), flags), wishes)
+    command = Fitting()
+    inputs = resolve(command, plan_recipe(command, [str(test)], flags), Wishes(device="cpu"))
     table = torch.tensor([list(row.values()) for row in recipe["coefficients"].values()])
-    with prepared(inputs, print) as ready:
-        material = ready.material
+    with prepared(inputs, command.lesson(), print) as ready:
+        setting = ready.setting
         assert list(recipe["coefficients"]["birds"]) == list(ready.layout.labels)
-        material.tower.load(table)
-        logits = predict(material.tower, material.pixels, range(120), material.head)
-    names = inputs.dataset.classes
+        setting.tower.load(table)
+        logits = predict(setting.tower, setting.tasks[0], range(120), setting.heads[0])
+    names = inputs.datasets[0].classes
     assert [row["prediction"] for row in ours] == [names[i] for i in logits.argmax(1).tolist()]
     assert table.abs().max() > 0.5
 

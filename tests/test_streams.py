@@ -1,10 +1,11 @@
-"""Few-shot learning shows every image equally often and never judges on what it learned from."""
+"""Learning shows every image equally often and never judges on what it learned from."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,12 @@ from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.data import Sample, open_dataset
 from atlas_cli.errors import DataError
-from atlas_cli.few_shot import Check, FewShot, Training, check, predict
+from atlas_cli.fit import recognise
+from atlas_cli.joint import Joint
 from atlas_cli.models import Blueprint, build
 from atlas_cli.pixels import Pixels, View, view_of
-from atlas_cli.selection import Material, Moment, Verdict, begin, learn, settle, stages
+from atlas_cli.selection import Moment, Stage, Verdict, begin, learn, settle, stages
+from atlas_cli.streams import Score, Stream, Streams, Training, predict, score
 from atlas_cli.towers import Tower
 
 QUICK = Training(epochs=3, batch_size=6, min_steps=2, augment="none")
@@ -86,8 +89,31 @@ def shuffled(pixels: Pixels, seed: int) -> Pixels:
     return Pixels(dataclasses.replace(dataset, samples=samples), pixels.view, 2**30)
 
 
-def run(material: Material, select: str) -> tuple[Verdict, Moment]:
-    plan = stages(select, material.pixels, material.training.seed)
+def material_of(
+    tower: Tower, pixels: Pixels, head: torch.Tensor, training: Training, *judges: Pixels
+) -> Joint:
+    """What `fit` learns from."""
+    start = torch.zeros(tower.composition.shape)
+    streams = (Stream(pixels, head),)
+    return Joint(tower, streams, training, recognise, start, judges=judges)
+
+
+def only(material: Joint) -> Pixels:
+    return material.streams[0].pixels
+
+
+def one_stream(
+    pixels: Pixels, indices: Sequence[int], head: torch.Tensor, training: Training
+) -> Streams:
+    return Streams([Stream(pixels, head)], [indices], training)
+
+
+def stages_of(select: str, pixels: Pixels, seed: int = 0) -> list[Stage]:
+    return stages(select, [pixels], seed)
+
+
+def run(material: Joint, select: str) -> tuple[Verdict, Moment]:
+    plan = stages_of(select, only(material), material.training.seed)
     moment = begin(material, plan)
     for found in learn(material, plan, moment):
         moment = found
@@ -95,15 +121,15 @@ def run(material: Material, select: str) -> tuple[Verdict, Moment]:
 
 
 @pytest.fixture
-def material(model, folder: Path) -> Material:
+def material(model, folder: Path) -> Joint:
     module, view = model
-    return Material(tower_of(module), colours(folder, view, 4), HEAD, QUICK)
+    return material_of(tower_of(module), colours(folder, view, 4), HEAD, QUICK)
 
 
 # The order of images --------------------------------------------------------------------------
 
 
-def shown(problem: FewShot, pixels: Pixels, step: int) -> list[int]:
+def shown(problem: Streams, pixels: Pixels, step: int) -> list[int]:
     """Which images a step shows, told by their pixels."""
     every = pixels.fixed(range(len(pixels.dataset.samples)))
     found = []
@@ -128,7 +154,7 @@ def test_an_epoch_shows_every_image_equally_often_in_enough_steps(
 ):
     pixels = colours(folder, model[1], images // 3)
     training = Training(1, batch, min_steps=min_steps, augment="none")
-    problem = FewShot(pixels, range(images), HEAD, training)
+    problem = one_stream(pixels, range(images), HEAD, training)
     assert (problem.epoch_steps, problem.steps) == (steps, steps)
     counts = Counter(index for step in range(steps) for index in shown(problem, pixels, step))
     assert len(counts) == images
@@ -141,7 +167,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
 
     def order(seed: int, epoch: int) -> list[int]:
         training = Training(2, 4, min_steps=1, augment="none", seed=seed)
-        problem = FewShot(pixels, range(12), HEAD, training)
+        problem = one_stream(pixels, range(12), HEAD, training)
         return [i for step in range(3) for i in shown(problem, pixels, 3 * epoch + step)]
 
     assert order(0, 0) == order(0, 0)
@@ -150,7 +176,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
 
 def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
     pixels = colours(folder, model[1], 4)
-    fresh, used = (FewShot(pixels, range(12), HEAD, Training(2, 6)) for _ in range(2))
+    fresh, used = (one_stream(pixels, range(12), HEAD, Training(2, 6)) for _ in range(2))
     for step in (0, 5, 3):
         list(used.batches(step))
     ((wanted, _),) = fresh.batches(7)
@@ -160,7 +186,7 @@ def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
 
 def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = FewShot(pixels, [0], HEAD, Training(3, 1, min_steps=1, augment="crop"))
+    problem = one_stream(pixels, [0], HEAD, Training(3, 1, min_steps=1, augment="crop"))
     crops = [images for step in range(3) for images, _ in problem.batches(step)]
     assert len(crops) == 3
     assert not torch.equal(crops[0], crops[1])
@@ -171,8 +197,8 @@ def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
 def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder: Path, parts: int):
     pixels = colours(folder, model[1], 4)
     training = Training(1, 6, accumulate=parts, min_steps=1, augment="flip")
-    whole = FewShot(pixels, range(12), HEAD, dataclasses.replace(training, accumulate=1))
-    split = FewShot(pixels, range(12), HEAD, training)
+    whole = one_stream(pixels, range(12), HEAD, dataclasses.replace(training, accumulate=1))
+    split = one_stream(pixels, range(12), HEAD, training)
     ((images, loss_of),) = whole.batches(0)
     features = random((6, 32), 1)
     pieces, loss, start = [], 0.0, 0
@@ -188,7 +214,7 @@ def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder
 
 def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = FewShot(pixels, [0, 1, 2], HEAD, Training(1, 3, min_steps=1, augment="none"))
+    problem = one_stream(pixels, [0, 1, 2], HEAD, Training(1, 3, min_steps=1, augment="none"))
     labels = pixels.labels[shown(problem, pixels, 0)]
     ((_, loss_of),) = problem.batches(0)
     features = HEAD[labels]  # where every image is exactly at its class
@@ -205,20 +231,21 @@ def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, fold
 @pytest.mark.parametrize("count", [2, 3, 4, 9])
 def test_no_image_both_teaches_and_judges(model, folder: Path, select: str, count: int):
     pixels = colours(folder, model[1], count)
-    for stage in stages(select, pixels, seed=0):
-        assert not set(stage.train) & set(stage.judged_by)
-        assert {pixels.labels[i].item() for i in stage.train} == {0, 1, 2}
+    for stage in stages_of(select, pixels, seed=0):
+        (train,) = stage.train
+        assert not stage.judged_by or not set(train) & set(stage.judged_by[0])
+        assert {pixels.labels[i].item() for i in train} == {0, 1, 2}
 
 
 def test_last_learns_from_all_and_looks_once_at_the_same_images(model, folder: Path):
-    (stage,) = stages("last", colours(folder, model[1], 2), 0)
-    assert stage.train == stage.judged_by == tuple(range(6))
+    (stage,) = stages_of("last", colours(folder, model[1], 2), 0)
+    assert stage.train == stage.judged_by == (tuple(range(6)),)
     assert not stage.every_epoch
 
 
 def test_val_learns_from_all_images_and_other_images_judge(model, folder: Path):
-    (stage,) = stages("val:elsewhere", colours(folder, model[1], 2), 0)
-    assert stage.train == tuple(range(6))
+    (stage,) = stages_of("val:elsewhere", colours(folder, model[1], 2), 0)
+    assert stage.train == (tuple(range(6)),)
     assert stage.judged_by == ()
     assert stage.every_epoch
 
@@ -228,54 +255,54 @@ def test_holdout_keeps_a_quarter_of_every_class_and_at_least_one(
     model, folder: Path, count: int, held: int
 ):
     pixels = colours(folder, model[1], count)
-    (stage,) = stages("holdout", pixels, 0)
-    assert Counter(pixels.labels[list(stage.judged_by)].tolist()) == {0: held, 1: held, 2: held}
-    assert sorted(stage.train + stage.judged_by) == list(range(3 * count))
+    (stage,) = stages_of("holdout", pixels, 0)
+    assert Counter(pixels.labels[list(stage.judged_by[0])].tolist()) == {0: held, 1: held, 2: held}
+    assert sorted(stage.train[0] + stage.judged_by[0]) == list(range(3 * count))
 
 
 @pytest.mark.parametrize(("count", "folds"), [(2, 2), (3, 3), (4, 4), (9, 4)])
 def test_folds_judge_every_image_once_and_the_last_stage_learns_from_all(
     model, folder: Path, count: int, folds: int
 ):
-    plan = stages("kfold", colours(folder, model[1], count), 0)
+    plan = stages_of("kfold", colours(folder, model[1], count), 0)
     assert [stage.name for stage in plan] == [f"fold {n + 1}" for n in range(folds)] + ["all"]
-    judges = [index for stage in plan[:-1] for index in stage.judged_by]
+    judges = [index for stage in plan[:-1] for index in stage.judged_by[0]]
     assert sorted(judges) == list(range(3 * count))
-    assert all(sorted(s.train + s.judged_by) == list(range(3 * count)) for s in plan[:-1])
-    assert plan[-1].train == tuple(range(3 * count))
+    assert all(sorted(s.train[0] + s.judged_by[0]) == list(range(3 * count)) for s in plan[:-1])
+    assert plan[-1].train == (tuple(range(3 * count)),)
     assert plan[-1].judged_by == ()
 
 
 @pytest.mark.parametrize("select", ["holdout", "kfold"])
 def test_a_class_of_one_image_cannot_be_divided(model, folder: Path, select: str):
     with pytest.raises(DataError, match=rf"--select {select} needs two images of every class"):
-        stages(select, colours(folder, model[1], 1), 0)
+        stages_of(select, colours(folder, model[1], 1), 0)
 
 
 def test_the_seed_decides_who_judges(model, folder: Path):
     pixels = colours(folder, model[1])
-    found = {stages("holdout", pixels, seed)[0].judged_by for seed in (0, 0, 1, 2)}
+    found = {stages_of("holdout", pixels, seed)[0].judged_by for seed in (0, 0, 1, 2)}
     assert len(found) == 3
 
 
 # Checks and verdicts --------------------------------------------------------------------------
 
 
-def test_a_check_is_the_accuracy_and_the_mean_logarithm_of_the_right_class(material: Material):
+def test_a_check_is_the_accuracy_and_the_mean_logarithm_of_the_right_class(material: Joint):
     material.tower.load(torch.zeros(material.tower.composition.shape))
     everything = range(12)
-    logits = predict(material.tower, material.pixels, everything, HEAD)
-    labels = material.pixels.labels
-    found = check(material.tower, material.pixels, everything, HEAD)
+    logits = predict(material.tower, only(material), everything, HEAD)
+    labels = only(material).labels
+    found = score(material.tower, only(material), everything, HEAD)
     assert found.accuracy == (logits.argmax(1) == labels).float().mean().item()
     gain = logits.double().log_softmax(1)[range(12), labels].mean().item()
     assert found.gain == pytest.approx(gain, rel=1e-12)
 
 
 def test_checks_are_ordered_by_accuracy_first():
-    assert Check(0.5, -9.0) > Check(0.4, -1.0)
-    assert Check(0.5, -1.0) > Check(0.5, -2.0)
-    assert max([Check(0.5, -1.0), Check(0.5, -1.0)]) == Check(0.5, -1.0)
+    assert Score(0.5, -9.0) > Score(0.4, -1.0)
+    assert Score(0.5, -1.0) > Score(0.5, -2.0)
+    assert max([Score(0.5, -1.0), Score(0.5, -1.0)]) == Score(0.5, -1.0)
 
 
 def test_logits_that_are_not_finite_classify_nothing(model, folder: Path):
@@ -284,21 +311,21 @@ def test_logits_that_are_not_finite_classify_nothing(model, folder: Path):
     tower = tower_of(model[0], size=math.inf)
     tower.load(torch.ones(tower.composition.shape))
     assert not predict(tower, pixels, range(6), HEAD).isfinite().any()
-    found = check(tower, pixels, range(6), HEAD)
+    found = score(tower, pixels, range(6), HEAD)
     assert found.accuracy == 0
-    assert found < Check(0.0, -1e30)
+    assert found < Score(0.0, -1e30)
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
 def test_colours_are_learned_and_the_verdict_is_what_judging_again_gives(
-    material: Material, select: str
+    material: Joint, select: str
 ):
     verdict, _ = run(material, select)
     assert verdict.improved
     assert verdict.after > verdict.before
-    assert verdict.after.accuracy > 0.6
+    assert verdict.after.values["accuracy"] > 0.6
     if select != "kfold":
-        (stage,) = stages(select, material.pixels, 0)
+        (stage,) = stages_of(select, only(material), 0)
         assert material.judge(stage, verdict.coefficients) == verdict.after
         assert material.judge(stage, torch.zeros_like(verdict.coefficients)) == verdict.before
 
@@ -310,9 +337,9 @@ def test_with_labels_that_mean_nothing_the_verdict_is_never_below_zero_shot(
 ):
     pixels = shuffled(colours(folder, model[1], 4), seed)
     training = dataclasses.replace(QUICK, seed=seed, descent=Descent(rate=0.5))
-    material = Material(tower_of(model[0]), pixels, HEAD, training)
+    material = material_of(tower_of(model[0]), pixels, HEAD, training)
     verdict, _ = run(material, select)
-    (stage,) = stages(select, pixels, seed)
+    (stage,) = stages_of(select, pixels, seed)
     zero = material.judge(stage, torch.zeros_like(verdict.coefficients))
     chosen = material.judge(stage, verdict.coefficients)
     assert verdict.before == zero
@@ -333,7 +360,7 @@ def test_what_overflows_at_the_last_step_is_not_chosen(model, folder: Path):
     logits = predict(tower, pixels, range(12), head)
     worst = logits.sum(0).argmin().item()
     head[[0, worst]] = head[[worst, 0]]  # class 0 is now the one that zero-shot never names
-    verdict, _ = run(Material(tower, pixels, head, training), "last")
+    verdict, _ = run(material_of(tower, pixels, head, training), "last")
     assert not verdict.improved
     assert verdict.after == verdict.before
 
@@ -343,7 +370,7 @@ def test_vectors_of_zeros_improve_nothing_and_get_zero_coefficients(
     model, folder: Path, select: str
 ):
     """Every check is that of zero-shot; with folds, no epoch at all is best."""
-    material = Material(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
+    material = material_of(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
     verdict, moment = run(material, select)
     assert not verdict.improved
     assert not verdict.coefficients.any()
@@ -353,15 +380,15 @@ def test_vectors_of_zeros_improve_nothing_and_get_zero_coefficients(
         assert {len(checks) for checks in moment.checks.values()} == {1 + QUICK.epochs}
 
 
-def test_folds_choose_how_long_the_last_stage_learns(material: Material):
-    plan = stages("kfold", material.pixels, 0)
+def test_folds_choose_how_long_the_last_stage_learns(material: Joint):
+    plan = stages_of("kfold", only(material), 0)
     moments = list(learn(material, plan, begin(material, plan)))
     checks = moments[-1].checks
     assert checks.keys() == {"fold 1", "fold 2", "fold 3", "fold 4"}
     means = [
         (
-            sum(found[epoch].accuracy for found in checks.values()) / 4,
-            sum(found[epoch].gain for found in checks.values()) / 4,
+            sum(found[epoch].rank[0] for found in checks.values()) / 4,
+            sum(found[epoch].rank[1] for found in checks.values()) / 4,
         )
         for epoch in range(1 + QUICK.epochs)
     ]
@@ -369,7 +396,7 @@ def test_folds_choose_how_long_the_last_stage_learns(material: Material):
     problem = material.problem(plan[-1])
     assert len(moments) == 4 * problem.steps + best * problem.epoch_steps
     verdict = settle(material, plan, moments[-1])
-    assert (verdict.after.accuracy, verdict.after.gain) == pytest.approx(max(means))
+    assert verdict.after.rank == pytest.approx(max(means))
 
 
 def test_other_images_judge_after_every_epoch(model, folder: Path):
@@ -377,11 +404,12 @@ def test_other_images_judge_after_every_epoch(model, folder: Path):
     every = pixels.dataset
     rest = tuple(s for s in open_dataset(str(folder)).samples if int(Path(s.key).stem) >= 4)
     judges = Pixels(dataclasses.replace(every, samples=rest), model[1], 2**30)
-    material = Material(tower_of(model[0]), pixels, HEAD, QUICK, judges)
+    material = material_of(tower_of(model[0]), pixels, HEAD, QUICK, judges)
     verdict, moment = run(material, "val:rest")
     assert len(moment.checks["val"]) == 1 + QUICK.epochs
     material.tower.load(verdict.coefficients)
-    assert check(material.tower, judges, range(15), HEAD) == verdict.after
+    found = score(material.tower, judges, range(15), HEAD)
+    assert (found.accuracy, found.gain) == verdict.after.rank
     assert verdict.after == max(moment.checks["val"])
 
 
@@ -389,7 +417,9 @@ def test_other_images_judge_after_every_epoch(model, folder: Path):
 def test_the_same_seed_comes_to_the_same_verdict(model, folder: Path, select: str):
     training = dataclasses.replace(QUICK, augment="flip")
     found = [
-        run(Material(tower_of(model[0]), colours(folder, model[1], 4), HEAD, training), select)[0]
+        run(material_of(tower_of(model[0]), colours(folder, model[1], 4), HEAD, training), select)[
+            0
+        ]
         for _ in range(2)
     ]
     assert torch.equal(found[0].coefficients, found[1].coefficients)
@@ -408,7 +438,7 @@ def test_the_test_images_of_a_dataset_are_never_looked_at(model, folder: Path, t
             target.write_bytes(path.read_bytes())
     alone = Pixels(open_dataset(str(tmp_path)), model[1], 2**30)
     first, second = (
-        run(Material(tower_of(model[0]), some, HEAD, QUICK), "holdout")[0]
+        run(material_of(tower_of(model[0]), some, HEAD, QUICK), "holdout")[0]
         for some in (pixels, alone)
     )
     assert torch.equal(first.coefficients, second.coefficients)
@@ -418,10 +448,10 @@ def test_the_test_images_of_a_dataset_are_never_looked_at(model, folder: Path, t
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
-def test_going_on_from_any_moment_comes_to_the_same_bits(material: Material, select: str):
+def test_going_on_from_any_moment_comes_to_the_same_bits(material: Joint, select: str):
     training = dataclasses.replace(QUICK, augment="crop")
     material = dataclasses.replace(material, training=training)
-    plan = stages(select, material.pixels, 0)
+    plan = stages_of(select, only(material), 0)
     moments = list(learn(material, plan, begin(material, plan)))
     wanted = settle(material, plan, moments[-1])
     for stop in (0, 1, len(moments) // 2, len(moments) - 2):
@@ -434,8 +464,8 @@ def test_going_on_from_any_moment_comes_to_the_same_bits(material: Material, sel
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
-def test_a_run_that_is_stopped_keeps_the_best_so_far(material: Material, select: str):
-    plan = stages(select, material.pixels, 0)
+def test_a_run_that_is_stopped_keeps_the_best_so_far(material: Joint, select: str):
+    plan = stages_of(select, only(material), 0)
     for moment in learn(material, plan, begin(material, plan)):
         verdict = settle(material, plan, moment)
         assert verdict.after >= verdict.before

@@ -1,0 +1,70 @@
+"""atlas add: one set of coefficients for several tasks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from atlas_cli.commands.learning_options import Wishes, given_flags, learning_command
+
+Tasks = Annotated[
+    list[str], typer.Argument(metavar="DATA...", help="Images of every task, or a recipe.")
+]
+Method = Annotated[
+    str | None,
+    typer.Option(metavar="HOW", help="learned (default), isotropic or search: one scale for all."),
+]
+Objective = Annotated[
+    str | None,
+    typer.Option(metavar="WHAT", help="labels (default), or entropy: AdaMerging, without labels."),
+]
+Init = Annotated[float | None, typer.Option(help="Coefficients at the start; 0, AdaMerging 0.3.")]
+Clamp = Annotated[
+    str | None, typer.Option(metavar="LOW:HIGH", help="Bounds of coefficients; AdaMerging 0:1.")
+]
+Ties = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", help="Trim vectors as TIES does first; AdaMerging++ 0.2."),
+]
+Individual = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DATA=PERCENT", help="Accuracy of a fine-tuned model, to normalise by."),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(metavar="METHOD", help="Merges to show beside it: ties, tsv, iso_c:lambda=1.5"),
+]
+Pairs = Annotated[
+    bool, typer.Option("--disentanglement", help="How much each vector disturbs each other task.")
+]
+
+
+@learning_command
+def add(
+    data: Tasks,
+    method: Method = None,
+    objective: Objective = None,
+    init: Init = None,
+    clamp: Clamp = None,
+    ties: Ties = None,
+    individual: Individual = None,
+    compare: Compare = None,
+    disentanglement: Pairs = False,
+    *,
+    flags: dict[str, Any],
+    wishes: Wishes,
+) -> None:
+    """Learn one set of coefficients for all tasks, and print the learned recipe.
+
+    --select is same (default: every epoch is judged on all images given), holdout, last or kfold.
+
+    Example: atlas add cars/ signs/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
+    """
+    from atlas_cli.commands.adding import Adding
+    from atlas_cli.commands.learning import run
+
+    own: dict[str, Any] = {"method": method, "objective": objective, "init": init, "clamp": clamp}
+    own |= {"ties": ties, "individual": individual}
+    lesson = Adding(tuple(compare or ()), disentanglement=disentanglement)
+    run(lesson, data, {**flags, **given_flags(own)}, wishes)

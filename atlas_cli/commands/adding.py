@@ -1,0 +1,124 @@
+"""What `atlas add` combines, and what it says of the result."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atlas_cli.commands.learning import Command, Result, facts_of, open_labelled, source_of
+from atlas_cli.commands.output import percent
+from atlas_cli.data import Dataset
+from atlas_cli.errors import UsageError
+from atlas_cli.learning_recipe import AddRecipe, parse_individual
+
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.learning import Lesson, Prepared
+    from atlas_cli.selection import Verdict
+
+
+@dataclass(frozen=True)
+class Adding(Command):
+    """Combine tasks. `compare` names merges to show beside it."""
+
+    compare: tuple[str, ...] = ()
+    disentanglement: bool = False
+    name = "add"
+    schema = AddRecipe
+
+    def open_data(self, recipe: AddRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """The tasks. Raises UsageError if an accuracy is given for another."""
+        datasets = tuple(open_labelled(recipe, name, ("val", "train")) for name in recipe.data)
+        names = [dataset.name for dataset in datasets]
+        if len(set(names)) < len(names):
+            raise UsageError(f"a task is given twice: {', '.join(names)}")
+        for text in recipe.individual:
+            name, _ = parse_individual(text) or ("", 0)
+            if name not in names:
+                raise UsageError(f"--individual {text}: there is no task {name}")
+        return datasets, ()
+
+    def lesson(self) -> Lesson:
+        """The sum of the tasks' losses."""
+        from atlas_cli.add import add
+
+        return add
+
+    def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
+        """Uniform scales, if that is the method."""
+        from atlas_cli.add import scales
+
+        return scales(ready.setting) if ready.inputs.recipe.method == "search" else None
+
+    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+        """Every task: zero-shot, the best uniform scale, learned, merges, and its own model."""
+        from atlas_cli.add import scales
+        from atlas_cli.contest import contest, individual
+
+        recipe = ready.inputs.recipe
+        names = [dataset.name for dataset in ready.inputs.datasets]
+        scores = contest(ready, verdict.coefficients, scales(ready.setting), self.compare)
+        own = individual(ready)
+        rows = [
+            _row(method, names, found, own)
+            for method, found in {**scores, "individual": own}.items()
+        ]
+        before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", recipe.method))
+        comment = (
+            f"{source_of(ready)}\nMean accuracy on these images: zero-shot {percent(before)}, "
+            f"{recipe.method} {percent(after)}."
+        )
+        facts: dict[str, object] = {
+            "tasks": names,
+            "accuracy": scores,
+            "individual": own,
+            "normalised": {key: _relative(found, own) for key, found in scores.items()},
+        }
+        notes = []
+        if not verdict.improved:
+            notes.append("nothing beat zero-shot: all coefficients are 0")
+        if self.disentanglement:
+            facts["disentanglement"], note = _pairs(ready, verdict)
+            notes.append(note)
+        return Result(comment, tuple(notes), {**facts, **facts_of(ready, verdict)}, rows)
+
+
+def _relative(found: Sequence[float], own: Sequence[float | None]) -> float | None:
+    """The mean of accuracies, each relative to the task's own model, if all of these are known."""
+    pairs = [(value, top) for value, top in zip(found, own, strict=True) if top]
+    if len(pairs) < len(found):
+        return None
+    return statistics.fmean(value / top for value, top in pairs)
+
+
+def _row(
+    method: str, names: Sequence[str], found: Sequence[float | None], own: Sequence[float | None]
+) -> dict[str, str]:
+    row = {"": method, **dict(zip(names, map(percent, found), strict=True))}
+    known = [value for value in found if value is not None]
+    row["mean"] = percent(statistics.fmean(known)) if len(known) == len(found) else ""
+    row["normalised"] = percent(_relative(known, own)) if len(known) == len(found) else ""
+    return row
+
+
+def _pairs(ready: Prepared, verdict: Verdict) -> tuple[Mapping[str, Mapping[str, float]], str]:
+    from atlas_cli.add import disentanglement
+    from atlas_cli.learning import own_vector
+
+    datasets = ready.inputs.datasets
+    own = [own_vector(ready.pool, dataset) for dataset in datasets]
+    for dataset, number in zip(datasets, own, strict=True):
+        if number is None:
+            raise UsageError(f"--disentanglement: no vector has the name of {dataset.name}")
+    numbers = [number for number in own if number is not None]
+    found = disentanglement(ready.setting, verdict.coefficients, numbers)
+    names = [dataset.name for dataset in datasets]
+    table = {
+        name: dict(zip(names, row, strict=True)) for name, row in zip(names, found, strict=True)
+    }
+    others = [value for a, row in table.items() for b, value in row.items() if a != b]
+    mean = statistics.fmean(others) if others else 0.0
+    return table, f"disentanglement error, mean over pairs of tasks: {percent(mean)} %"

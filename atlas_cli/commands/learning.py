@@ -1,0 +1,325 @@
+"""What every learning command does: checks, a run that can be stopped, the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
+
+from atlas_cli import __version__
+from atlas_cli.commands import output
+from atlas_cli.commands.input import read_text
+from atlas_cli.commands.learning_options import Wishes
+from atlas_cli.data import Dataset, check_templates, few_shot, open_dataset, share_of
+from atlas_cli.errors import AtlasError, DataError, UsageError
+from atlas_cli.learning_recipe import LearnRecipe, learning_recipe, parse_shots
+from atlas_cli.recipe import read_keys, write_recipe
+from atlas_cli.sources import check_architecture, locate, parse_reference
+
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.learning import Inputs, Lesson, Prepared
+    from atlas_cli.runs import Run
+    from atlas_cli.selection import Moment, Verdict
+
+_SAVE_EVERY = 1.0  # seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command says of its result: for the recipe's comment, for people, and as JSON."""
+
+    comment: str
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, str]] = ()
+    failed: str | None = None
+
+
+class Command(ABC):
+    """What a learning command does in its own way. `many` says whether it takes many data."""
+
+    name: ClassVar[str]
+    schema: ClassVar[type[LearnRecipe]]
+    many: ClassVar[bool] = True
+
+    @abstractmethod
+    def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """The images to learn from, and others to select on."""
+
+    @abstractmethod
+    def lesson(self) -> Lesson:
+        """What makes the objective; asked for once torch may be imported."""
+
+    def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
+        """The tables to search through, if nothing is learned by descent."""
+        return None
+
+    @abstractmethod
+    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+        """What came out."""
+
+
+def run(command: Command, data: Sequence[str], flags: Mapping[str, Any], wishes: Wishes) -> None:
+    """Check everything, learn, and print the learned recipe."""
+    recipe = plan_recipe(command, data, flags)
+    if wishes.resume and wishes.folder is None:
+        raise UsageError("--resume goes on with the run in -o DIR; name it")
+    inputs = resolve(command, recipe, wishes)
+
+    from atlas_cli.learning import prepared  # torch is slow: only with good inputs
+    from atlas_cli.runs import check_folder
+
+    if wishes.folder:
+        check_folder(wishes.folder, resume=wishes.resume, force=wishes.force)
+    with prepared(inputs, command.lesson(), output.warn) as ready:
+        if not wishes.quiet:
+            _say_plan(ready)
+        text, result, stopped = _learn(command, ready, wishes)
+    _show(text, result, wishes)
+    if stopped:
+        raise typer.Exit(130)
+    if result.failed:
+        raise AtlasError(result.failed)
+
+
+def plan_recipe(command: Command, data: Sequence[str], flags: Mapping[str, Any]) -> LearnRecipe:
+    """What to learn: the recipe, if there is one, with the flags laid over it."""
+    if len(data) == 1 and (data[0] == "-" or data[0].endswith((".yaml", ".yml"))):
+        found = read_keys(command.schema, *read_text(data[0]))
+        return learning_recipe(command.schema, {**found, **flags})
+    required = [
+        field.name
+        for field in dataclasses.fields(command.schema)
+        if field.default is field.default_factory is dataclasses.MISSING and field.name != "data"
+    ]
+    for key in required:
+        if not flags.get(key):
+            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
+    given = {"data": list(data) if command.many else data[0], **flags}
+    return learning_recipe(command.schema, given, "--")
+
+
+_EXAMPLES = {
+    "model": "--model builtin:tiny",
+    "vectors": "--vectors v/",
+    "control": "--control builtin:everything",
+}
+
+
+def resolve(command: Command, recipe: LearnRecipe, wishes: Wishes) -> Inputs:
+    """Every name turned into what it names, before torch is imported."""
+    reference = parse_reference(recipe.model)
+    text = parse_reference(recipe.text) if recipe.text else None
+    check_architecture(recipe.arch)
+    vectors = expand_vectors(recipe.vectors)
+    datasets, judges = command.open_data(recipe)
+    source = locate(reference)
+    other = locate(text) if text else None
+
+    from atlas_cli.learning import Inputs
+    from atlas_cli.models import Opening
+
+    opening = Opening(recipe.arch, other, wishes.device)
+    threads = wishes.threads or os.cpu_count() or 1
+    return Inputs(command.name, recipe, source, tuple(vectors), datasets, judges, opening, threads)
+
+
+def expand_vectors(texts: list[str]) -> list[str]:
+    """Task-vector files, with folders spelt out."""
+    found: list[str] = []
+    for text in texts:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            inside = sorted(str(file) for file in path.glob("*.safetensors"))
+            if not inside:
+                raise UsageError(f"{text}: holds no task vectors (*.safetensors)")
+            found += inside
+        elif path.is_file():
+            found.append(str(path))
+        else:
+            raise UsageError(f"no such task vector: {text}")
+    return found
+
+
+def open_labelled(
+    recipe: LearnRecipe, name: str, preferred: tuple[str, ...] = ("train",)
+) -> Dataset:
+    """Labelled images to learn from, as many of each class as the recipe wants."""
+    templates = check_templates(recipe.templates, "templates")
+    dataset = open_dataset(name, split=recipe.split, templates=templates, preferred=preferred)
+    if not dataset.labelled:
+        raise DataError(f"{dataset.name}: has no labels; a sub-folder per class is needed")
+    if len(dataset.classes) < 2:
+        raise DataError(f"{dataset.name}: has one class only; there is nothing to tell apart")
+    shots = parse_shots(recipe.shots)
+    if shots is None:
+        return dataset
+    if isinstance(shots, float):
+        return share_of(dataset, shots, recipe.seed)
+    return few_shot(dataset, shots, recipe.seed)
+
+
+# Learning -------------------------------------------------------------------------------------
+
+
+def _say_plan(ready: Prepared) -> None:
+    pool, recipe = ready.pool, ready.inputs.recipe
+    rows, columns = ready.setting.tower.composition.shape
+    kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
+    if pool.storage == "mapped":
+        kept = f"read from their files each step, since they exceed --memory {recipe.memory}"
+    elif pool.storage != "as stored":
+        kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {recipe.memory})"
+    output.note(f"{rows} vectors x {columns} coefficients; vectors: {kept}")
+    if pool.left:
+        output.note(
+            f"{len(pool.left)} blocks stay those of the base, such as {pool.left[0]}: "
+            "they are no parameters"
+        )
+
+
+def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Result, bool]:
+    """Learn, and write the folder if there is one. A failure leaves nothing half-written."""
+    from atlas_cli.runs import open_run
+    from atlas_cli.selection import settle
+
+    folder = None
+    if ready.large and wishes.folder is None:
+        raise UsageError("there are too many coefficients for one text; give a folder with -o DIR")
+    if wishes.folder:
+        folder = open_run(wishes.folder, ready.config(), resume=wishes.resume)
+    try:
+        with stoppable() as stop:
+            if tables := command.tables(ready):
+                verdict = _search(ready, tables, folder, stop)
+            else:
+                moment = _go(ready, folder, wishes, stop)
+                verdict = settle(ready.material, ready.plan, moment)
+        result = command.result(ready, verdict)
+        return _write(ready, folder, verdict, result), result, bool(stop)
+    except AtlasError:
+        if folder:
+            folder.abandon()
+        raise
+
+
+def _search(
+    ready: Prepared, tables: Iterator[torch.Tensor], folder: Run | None, stop: list[int]
+) -> Verdict:
+    """The best of some tables, until someone stops it."""
+    from atlas_cli.selection import choose
+
+    def tried() -> Iterator[torch.Tensor]:
+        for table in tables:
+            if stop:
+                return
+            yield table
+
+    return choose(ready.material, ready.plan[0], tried())
+
+
+def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) -> Moment:
+    """Take steps until the end, or until someone stops it."""
+    from atlas_cli.resuming import from_saved, to_saved
+    from atlas_cli.selection import begin, learn
+
+    material, plan = ready.material, ready.plan
+    saved = folder.restore() if folder and wishes.resume else None
+    start = moment = from_saved(saved) if saved else begin(material, plan)
+    total = sum(material.problem(stage).steps for stage in plan)
+    clock = time.monotonic()
+    with output.training(total, quiet=wishes.quiet) as show:
+        for moment in learn(material, plan, start):
+            step = moment.step
+            assert step is not None
+            images = ready.inputs.recipe.batch_size
+            show(f"loss {step.loss:.3f}  accuracy {100 * step.accuracy:.1f}", images)
+            if folder:
+                folder.record(row_of(ready, moment))
+                if time.monotonic() - clock > _SAVE_EVERY or moment.stage == len(plan):
+                    folder.save(*to_saved(moment))
+                    clock = time.monotonic()
+            if stop:
+                break
+    if folder and stop:
+        folder.save(*to_saved(moment))
+    return moment
+
+
+def row_of(ready: Prepared, moment: Moment) -> dict[str, object]:
+    """One line of metrics.jsonl."""
+    assert moment.step is not None
+    stage = ready.plan[min(moment.stage, len(ready.plan) - 1)]
+    row: dict[str, object] = {"stage": stage.name, **dataclasses.asdict(moment.step)}
+    return row
+
+
+@contextmanager
+def stoppable() -> Iterator[list[int]]:
+    """An interrupt asks for an end after the step at hand; a second one ends at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# The result -----------------------------------------------------------------------------------
+
+
+def _write(ready: Prepared, folder: Run | None, verdict: Verdict, result: Result) -> str:
+    """The learned recipe, also in the folder."""
+    table = None if ready.large else ready.table(verdict.coefficients)
+    file = folder.keep_large(verdict.coefficients) if folder and ready.large else None
+    recipe = ready.learned(verdict.coefficients, file)
+    text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
+    if folder:
+        folder.finish(text, table)
+    return text
+
+
+def _show(text: str, result: Result, wishes: Wishes) -> None:
+    for line in result.notes:
+        output.note(line)
+    if result.rows and not wishes.quiet:
+        output.tell_table(result.rows)
+    if wishes.as_json:
+        output.emit({"atlas": __version__, **result.facts}, as_json=True)
+    else:
+        output.write(text)
+
+
+def facts_of(ready: Prepared, verdict: Verdict) -> dict[str, object]:
+    """What the JSON of every command holds."""
+    return {
+        "improved": verdict.improved,
+        "select": ready.inputs.recipe.select,
+        "config": ready.config(),
+        "coefficients": None if ready.large else ready.table(verdict.coefficients),
+    }
+
+
+def source_of(ready: Prepared) -> str:
+    """What was learned from, in a few words."""
+    inputs = ready.inputs
+    images = sum(len(dataset.samples) for dataset in inputs.datasets)
+    names = ", ".join(dataset.name for dataset in inputs.datasets)
+    return f"from {images} images of {names}, seed {inputs.recipe.seed}."

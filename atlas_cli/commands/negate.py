@@ -1,0 +1,57 @@
+"""atlas negate: forget tasks, and keep a control task."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from atlas_cli.commands.learning_options import Wishes, given_flags, learning_command
+
+Targets = Annotated[
+    list[str],
+    typer.Argument(metavar="DATA...", help="Images of the tasks to forget, or a recipe."),
+]
+Control = Annotated[
+    str | None, typer.Option("--control", metavar="DATA", help="Images of the task to keep.")
+]
+Keep = Annotated[
+    float | None,
+    typer.Option("--keep", help="Share of its zero-shot accuracy the control keeps; 0.95."),
+]
+Forget = Annotated[
+    str | None,
+    typer.Option(metavar="LOSS", help="unlikelihood (default), ascent or uniform."),
+]
+Method = Annotated[
+    str | None, typer.Option(metavar="HOW", help="learned (default) or search: one scale for all.")
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(metavar="METHOD", help="Merges to show beside it: task_arithmetic:weight=-0.5"),
+]
+
+
+@learning_command
+def negate(
+    data: Targets,
+    control: Control = None,
+    keep: Keep = None,
+    forget: Forget = None,
+    method: Method = None,
+    compare: Compare = None,
+    *,
+    flags: dict[str, Any],
+    wishes: Wishes,
+) -> None:
+    """Learn coefficients that forget the target while the control stays, and print the recipe.
+
+    --select is same (default: every epoch is judged on all images given), holdout, last or kfold.
+
+    Example: atlas negate cars/ --control photos/ --model ViT-B-32/openai --vector cars.safetensors
+    """
+    from atlas_cli.commands.learning import run
+    from atlas_cli.commands.negating import Negating
+
+    own = {"control": control, "keep": keep, "forget": forget, "method": method}
+    run(Negating(tuple(compare or ())), data, {**flags, **given_flags(own)}, wishes)

@@ -1,0 +1,234 @@
+"""What the learning commands are told: frozen dataclasses, and what makes no sense in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from atlas_cli.errors import UsageError
+from atlas_cli.recipe import parse_bytes
+
+GRANULARITY = r"block|vector|qkv|partition:[1-9]\d{0,4}"
+FORGETTING = ("unlikelihood", "ascent", "uniform")
+_SELECT = {"last", "same", "holdout", "kfold"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnRecipe:
+    """What every learning command is told: a base, vectors, and how coefficients are found."""
+
+    model: str
+    vectors: list[str]
+    shots: str | int | float = "all"
+    split: str | None = None
+    templates: list[str] = dataclasses.field(default_factory=list)
+    select: str = "last"
+    granularity: str = "block"
+    groups: list[str] = dataclasses.field(default_factory=list)
+    epochs: int = 10
+    lr: float = 0.1
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    batch_size: int = 128
+    accumulate: int = 1
+    min_steps: int = 10
+    clip: float = 1.0
+    penalty: str | None = None
+    augment: str = "flip"
+    linearised: bool = False
+    memory: str = "2GiB"
+    arch: str | None = None
+    text: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRecipe(LearnRecipe):
+    """What `atlas fit` learns from: a few labelled images of one task."""
+
+    data: str
+    allow_target: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegateRecipe(LearnRecipe):
+    """What `atlas negate` forgets: target tasks, beside a control task that has to stay."""
+
+    data: list[str]
+    control: str
+    keep: float = 0.95
+    forget: str = "unlikelihood"
+    method: str = "learned"
+    select: str = "same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddRecipe(LearnRecipe):
+    """What `atlas add` combines: tasks that one set of coefficients has to serve."""
+
+    data: list[str]
+    method: str = "learned"
+    objective: str = "labels"
+    init: float = 0.0
+    clamp: str | None = None
+    ties: float | None = None
+    individual: list[str] = dataclasses.field(default_factory=list)
+    select: str = "same"
+
+
+# Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
+ADAMERGING: Mapping[str, Any] = {
+    "init": 0.3,
+    "clamp": "0:1",
+    "lr": 1e-3,
+    "schedule": "constant",
+    "weight_decay": 0.0,
+    "clip": math.inf,
+    "augment": "none",
+    "select": "last",
+    "epochs": 16,
+}
+
+Learning = TypeVar("Learning", bound=LearnRecipe)
+
+
+def learning_recipe(schema: type[Learning], found: Mapping[str, Any], where: str = "") -> Learning:
+    """A recipe of keys whose types are right. Raises UsageError with every problem found."""
+    preset = ADAMERGING if found.get("objective") == "entropy" else {}
+    recipe = schema(**{**preset, **found})
+    if isinstance(recipe, AddRecipe) and recipe.method == "isotropic":
+        recipe = dataclasses.replace(recipe, granularity="vector")
+    if lines := list(_problems(recipe, where)):
+        raise UsageError("\n".join(lines))
+    return recipe
+
+
+def _problems(recipe: LearnRecipe, where: str) -> Iterator[str]:
+    for key, (good, message) in {**_shared_checks(recipe), **_own_checks(recipe)}.items():
+        if not good:
+            yield f"{where}{key}: {message}, found {getattr(recipe, key)!r}"
+    for key in ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip"):
+        if not getattr(recipe, key) > 0:
+            yield f"{where}{key}: expected more than 0, found {getattr(recipe, key)}"
+    for key in ("weight_decay", "seed"):
+        if not getattr(recipe, key) >= 0:
+            yield f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}"
+    for key in ("lr", "weight_decay"):
+        if getattr(recipe, key) == math.inf:
+            yield f"{where}{key}: expected a finite number, found inf"
+
+
+Checks = dict[str, tuple[bool, str]]
+
+
+def _shared_checks(recipe: LearnRecipe) -> Checks:
+    return {
+        "vectors": (bool(recipe.vectors), "names no task vector"),
+        "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
+        "select": _check_select(recipe),
+        "granularity": (
+            bool(re.fullmatch(GRANULARITY, recipe.granularity)),
+            "expected block, vector, qkv or partition:K",
+        ),
+        "schedule": (recipe.schedule in ("cosine", "constant"), "expected cosine or constant"),
+        "augment": (recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"),
+        "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
+        "penalty": (
+            recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0,
+            "expected l1:WEIGHT or l2:WEIGHT",
+        ),
+        "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),
+    }
+
+
+def _check_select(recipe: LearnRecipe) -> tuple[bool, str]:
+    if isinstance(recipe, FitRecipe):
+        good = recipe.select in _SELECT - {"same"} or _names_data(recipe.select)
+        return good, "expected last, holdout, kfold or val:DATA"
+    return recipe.select in _SELECT, "expected same, last, holdout or kfold"
+
+
+def _names_data(text: str) -> bool:
+    return text.startswith("val:") and len(text) > 4
+
+
+def _own_checks(recipe: LearnRecipe) -> Checks:
+    if isinstance(recipe, NegateRecipe):
+        return {
+            "data": (bool(recipe.data), "names no task to forget"),
+            "keep": (0 < recipe.keep < math.inf, "expected more than 0, such as 0.95"),
+            "forget": (recipe.forget in FORGETTING, f"expected {', '.join(FORGETTING)}"),
+            "method": (recipe.method in ("learned", "search"), "expected learned or search"),
+        }
+    if isinstance(recipe, AddRecipe):
+        methods = ("learned", "isotropic", "search")
+        return {
+            "data": (bool(recipe.data), "names no task"),
+            "method": (recipe.method in methods, "expected learned, isotropic or search"),
+            "objective": (recipe.objective in ("labels", "entropy"), "expected labels or entropy"),
+            "init": (math.isfinite(recipe.init), "expected a finite number"),
+            "clamp": (
+                recipe.clamp is None or parse_clamp(recipe.clamp) is not None,
+                "expected LOW:HIGH, such as 0:1",
+            ),
+            "ties": (recipe.ties is None or 0 < recipe.ties <= 1, "expected a share such as 0.2"),
+            "individual": (
+                all(parse_individual(text) is not None for text in recipe.individual),
+                "expected DATA=ACCURACY in percent, such as builtin:digits=98.5",
+            ),
+        }
+    return {}
+
+
+# Values that are written as text --------------------------------------------------------------
+
+
+def parse_shots(text: str | int | float) -> int | float | None:
+    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
+    if text == "all":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    if 0 < number < 1:
+        return number
+    return int(number) if number >= 1 and number.is_integer() else 0
+
+
+def parse_penalty(text: str) -> tuple[int, float]:
+    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
+    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
+    return (int(found[1]), float(found[2])) if found else (0, 0.0)
+
+
+def parse_clamp(text: str) -> tuple[float, float] | None:
+    """Two bounds from text such as 0:1; None if it is none."""
+    low, _, high = text.partition(":")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        return None
+    return found if found[0] < found[1] else None
+
+
+def parse_individual(text: str) -> tuple[str, float] | None:
+    """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is none."""
+    name, _, percent = text.rpartition("=")
+    try:
+        found = float(percent) / 100
+    except ValueError:
+        return None
+    return (name, found) if name and 0 < found <= 1 else None
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True

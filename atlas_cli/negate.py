@@ -1,0 +1,58 @@
+"""Tasks to forget and a control task to keep -> coefficients of the tasks' own vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from atlas_cli.core.objectives import FORGET
+from atlas_cli.joint import Joint
+from atlas_cli.learning import Setting, training_of
+from atlas_cli.learning_recipe import NegateRecipe
+from atlas_cli.selection import Check, Stage, stages
+from atlas_cli.streams import Score, Stream
+
+_SCALES = 21
+
+
+def negate(setting: Setting) -> tuple[Joint, list[Stage]]:
+    """forget(targets) + cross-entropy(control). Half of a batch is the control's."""
+    recipe: NegateRecipe = setting.inputs.recipe
+    *targets, control = zip(setting.tasks, setting.heads, strict=True)
+    loss, share = FORGET[recipe.forget], 0.5 / len(targets)
+    streams = [Stream(pixels, head, loss, share) for pixels, head in targets]
+    material = Joint(
+        setting.tower,
+        (*streams, Stream(*control, share=0.5)),
+        training_of(recipe),
+        partial(forget, recipe.keep),
+        setting.table(),
+        references=(setting.table(),) * len(setting.tasks),
+        scaled=setting.scaled,
+    )
+    return material, stages(recipe.select, setting.tasks, recipe.seed)
+
+
+def forget(keep: float, scores: Sequence[Score], zero_shot: Sequence[Score]) -> Check:
+    """The lower the mean accuracy on the targets the better, if the control keeps its share.
+
+    Valid are coefficients that lower the targets and whose accuracy on the control, the last task,
+    is at least `keep` times that of zero-shot. Where the targets are equal, the control decides.
+    """
+    target, control = _mean_accuracy(scores[:-1]), scores[-1].accuracy
+    holds = control >= keep * zero_shot[-1].accuracy
+    lower = target < _mean_accuracy(zero_shot[:-1])
+    values = {"target": target, "control": control}
+    return Check((float(holds), -target, control), values, holds and lower)
+
+
+def _mean_accuracy(scores: Sequence[Score]) -> float:
+    return sum(score.accuracy for score in scores) / len(scores)
+
+
+def scales(setting: Setting) -> Iterator[torch.Tensor]:
+    """One scale for everything: -1/20, -2/20, ... -1."""
+    for number in range(1, _SCALES):
+        yield setting.table(-number / (_SCALES - 1))
