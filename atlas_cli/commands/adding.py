@@ -62,10 +62,8 @@ class Adding(Command):
         names = [dataset.name for dataset in ready.inputs.datasets]
         scores = contest(ready, verdict.coefficients, scales(ready.setting), self.compare)
         own = individual(ready)
-        rows = [
-            _row(method, names, found, own)
-            for method, found in {**scores, "individual": own}.items()
-        ]
+        rows = [_row(method, names, found, own) for method, found in scores.items()]
+        rows.append(_row("individual", names, own, own))
         before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", recipe.method))
         comment = (
             f"{source_of(ready)}\nMean accuracy on these images: zero-shot {percent(before)}, "
