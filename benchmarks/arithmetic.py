@@ -30,13 +30,14 @@ from atlas_cli.commands.adding import Adding
 from atlas_cli.commands.learning import Command, resolve
 from atlas_cli.commands.learning_options import Wishes
 from atlas_cli.commands.negating import Negating
-from atlas_cli.contest import merged, parse_merge
+from atlas_cli.contest import merged
 from atlas_cli.data import open_dataset
 from atlas_cli.learning import Prepared, prepared
 from atlas_cli.learning_recipe import learning_recipe
 from atlas_cli.negate import scales as downwards
 from atlas_cli.pixels import Pixels
 from atlas_cli.selection import begin, choose, learn, settle
+from atlas_cli.settings import parse_merge
 from atlas_cli.streams import score
 
 MERGES = {
