@@ -213,7 +213,7 @@ def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: P
     theirs.clamp_weights = False
     theirs.merge_weight.data.copy_(coefficients)
     free = torch.tensor(["k_proj.bias" not in label for label in ours.layout.labels])
-    assert relative(descender.values[:, free], wanted[:, free]) < 1e-5
+    assert relative(descender.values[:, free], wanted[:, free]) < (1e-5 if rate < 0.1 else 1e-4)
     if rate > 0.1:
         assert {0.0, 1.0} <= set(wanted.flatten().tolist())
     else:

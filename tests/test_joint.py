@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_streams import HEAD, colours, folder, model, random, shown, tower_of  # noqa: F401
+from test_streams import HEAD, colours, folder, model, random, shown, shuffled, tower_of  # noqa: F401
 from torch.func import functional_call
 
 from atlas_cli.add import combine
@@ -94,6 +94,15 @@ def sorted_by_task(problem: Streams, task: int) -> list[int]:
     return problem._decks[task].hand(0, 0)
 
 
+def test_entropy_looks_at_no_label(model, folder: Path):  # noqa: F811
+    pixels = colours(folder, model[1], 4)
+    features, losses = random((8, 32), 3), []
+    for some in (pixels, shuffled(pixels, 1)):
+        ((_, loss_of),) = Streams([Stream(some, HEAD, entropy)], [range(12)], QUICK).batches(0)
+        losses.append(loss_of(features).item())
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(("first", "second"), [(2, 9), (9, 2), (4, 4), (1, 9)])
 def test_streams_of_any_length_come_equally_often_in_every_batch(
     model,  # noqa: F811
@@ -136,6 +145,7 @@ def test_more_tasks_than_images_in_a_batch_give_one_image_each(model, folder: Pa
 accuracies = st.floats(0, 1)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(accuracies, min_size=4, max_size=4), accuracies, accuracies, st.floats(0.01, 1.5))
 def test_forgetting_is_valid_only_if_the_control_holds_and_the_targets_fall(
     targets: list[float], control: float, zero_shot: float, keep: float
@@ -175,7 +185,7 @@ def negation(tower, target: Pixels, control: Pixels, keep: float, training: Trai
     return Joint(tower, streams, training, partial(forget, keep), zero, references=(zero, zero))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 999),
     rate=st.floats(0.01, 2.0),
