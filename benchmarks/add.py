@@ -12,6 +12,7 @@ interpreter with torch and open_clip loaded. Prints a markdown table, and the ra
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import random
@@ -70,7 +71,7 @@ def measure(kind: str, steps: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making random vectors
     marks = [clocks()]
     marks += [clocks() for _ in descend(tower, descender, problem)]
-    steps_taken = list(zip(marks[1:], marks[2:], strict=False))  # without the first
+    steps_taken = list(itertools.pairwise(marks[1:]))  # without the first
     seconds, cpu = (
         statistics.median(after[clock] - start[clock] for start, after in steps_taken)
         for clock in (0, 1)
