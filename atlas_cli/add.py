@@ -35,6 +35,7 @@ def add(setting: Setting) -> tuple[Joint, list[Stage]]:
         partial(combine, known),
         start,
         references=tuple(torch.zeros_like(start) if table is None else table for table in own),
+        judges=setting.judges,
         scaled=setting.scaled,
     )
     select = "blind" if recipe.objective == "entropy" else recipe.select

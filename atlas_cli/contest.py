@@ -85,10 +85,10 @@ def _accuracies(setting: Setting, table: torch.Tensor) -> list[float]:
 
 
 def _measured(setting: Setting) -> list[float]:
-    """The accuracy on all images of every task, with what the tower has loaded."""
+    """The accuracy on all images that judge every task, with what the tower has loaded."""
     return [
         score(setting.tower, pixels, range(len(pixels.dataset.samples)), head).accuracy
-        for pixels, head in zip(setting.tasks, setting.heads, strict=True)
+        for pixels, head in zip(setting.judges or setting.tasks, setting.heads, strict=True)
     ]
 
 

@@ -149,7 +149,7 @@ def _check_select(recipe: LearnRecipe) -> tuple[bool, str]:
     if isinstance(recipe, FitRecipe):
         good = recipe.select in _SELECT - {"same"} or _names_data(recipe.select)
         return good, "expected last, holdout, kfold or val:DATA"
-    return recipe.select in _SELECT, "expected same, last, holdout or kfold"
+    return recipe.select in _SELECT | {"val"}, "expected same, val, last, holdout or kfold"
 
 
 def _names_data(text: str) -> bool:

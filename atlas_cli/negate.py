@@ -30,6 +30,7 @@ def negate(setting: Setting) -> tuple[Joint, list[Stage]]:
         partial(forget, recipe.keep),
         setting.table(),
         references=(setting.table(),) * len(setting.tasks),
+        judges=setting.judges,
         scaled=setting.scaled,
     )
     return material, stages(recipe.select, setting.tasks, recipe.seed)

@@ -34,7 +34,7 @@ class Stage:
 def stages(select: str, tasks: Sequence[Pixels], seed: int) -> list[Stage]:
     """The descents that a way to select needs. Raises DataError if there are too few images."""
     everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
-    if select.startswith("val:"):
+    if select == "val" or select.startswith("val:"):
         return [Stage("val", everything, (), True)]
     if select in ("last", "same"):
         return [Stage("all", everything, everything, select == "same")]

@@ -59,7 +59,7 @@ OWN = {
     "keep": (NegateRecipe, 0.0, "expected more than 0, such as 0.95, found 0.0"),
     "forget": (NegateRecipe, "all", "expected unlikelihood, ascent, uniform, found 'all'"),
     "method": (NegateRecipe, "isotropic", "expected learned or search, found 'isotropic'"),
-    "select": (NegateRecipe, "val:x", "expected same, last, holdout or kfold, found 'val:x'"),
+    "select": (NegateRecipe, "val:x", "expected same, val, last, holdout or kfold, found 'val:x'"),
     "data": (AddRecipe, [], "names no task, found []"),
     "objective": (AddRecipe, "loss", "expected labels or entropy, found 'loss'"),
     "clamp": (AddRecipe, "1:0", "expected LOW:HIGH, such as 0:1, found '1:0'"),

@@ -57,7 +57,7 @@ def add(
 ) -> None:
     """Learn one set of coefficients for all tasks, and print the learned recipe.
 
-    --select is same (default: every epoch is judged on all images given), holdout, last or kfold.
+    --select is same (default: the images given judge every epoch), val, holdout, last or kfold.
 
     Example: atlas add cars/ signs/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas_cli.commands.learning import Command, Result, facts_of, open_labelled, source_of
+from atlas_cli.commands.learning import Command, Result, facts_of, open_tasks, source_of
 from atlas_cli.commands.output import percent
 from atlas_cli.data import Dataset
 from atlas_cli.errors import UsageError
@@ -37,15 +37,15 @@ class Adding(Command):
         """The tasks. Raises UsageError if an accuracy is given for another."""
         for text in self.compare:
             parse_merge(text)
-        datasets = tuple(open_labelled(recipe, name, ("val", "train")) for name in recipe.data)
-        names = [dataset.name for dataset in datasets]
+        found = open_tasks(recipe, recipe.data)
+        names = [dataset.name for dataset in found[0]]
         if len(set(names)) < len(names):
             raise UsageError(f"a task is given twice: {', '.join(names)}")
         for text in recipe.individual:
             name, _ = parse_individual(text) or ("", 0)
             if name not in names:
                 raise UsageError(f"--individual {text}: there is no task {name}")
-        return datasets, ()
+        return found
 
     def lesson(self) -> Lesson:
         """The sum of the tasks' losses."""

@@ -165,6 +165,19 @@ def expand_vectors(texts: list[str]) -> list[str]:
     return found
 
 
+def open_tasks(
+    recipe: LearnRecipe, names: Sequence[str]
+) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+    """The images of several tasks and, to select by val, the val splits of the same."""
+    if recipe.select != "val":
+        return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
+    if recipe.split == "val":
+        raise UsageError("--select val judges by the val split; learn from another --split")
+    judged = dataclasses.replace(recipe, split="val", shots="all")
+    tasks = tuple(open_labelled(recipe, name, ("train",)) for name in names)
+    return tasks, tuple(open_labelled(judged, name) for name in names)
+
+
 def open_labelled(
     recipe: LearnRecipe, name: str, preferred: tuple[str, ...] = ("train",)
 ) -> Dataset:

@@ -46,7 +46,7 @@ def negate(
 ) -> None:
     """Learn coefficients that forget the target while the control stays, and print the recipe.
 
-    --select is same (default: every epoch is judged on all images given), holdout, last or kfold.
+    --select is same (default: the images given judge every epoch), val, holdout, last or kfold.
 
     Example: atlas negate cars/ --control photos/ --model ViT-B-32/openai --vector cars.safetensors
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atlas_cli.commands.learning import Command, Result, facts_of, open_labelled, source_of
+from atlas_cli.commands.learning import Command, Result, facts_of, open_tasks, source_of
 from atlas_cli.commands.output import percent
 from atlas_cli.data import Dataset
 from atlas_cli.learning_recipe import NegateRecipe
@@ -31,8 +31,7 @@ class Negating(Command):
         """The targets, and the control last."""
         for text in self.compare:
             parse_merge(text)
-        names = [*recipe.data, recipe.control]
-        return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
+        return open_tasks(recipe, [*recipe.data, recipe.control])
 
     def lesson(self) -> Lesson:
         """Forgetting."""

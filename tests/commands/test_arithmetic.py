@@ -9,7 +9,7 @@ import pytest
 import yaml
 from makers import write_moved_tiny
 from safetensors.torch import load_file
-from test_learning import QUICK, arguments, world  # noqa: F401
+from test_learning import QUICK, arguments, world, write_shots  # noqa: F401
 
 ROOM = ("--quiet", "--memory", "8GB")
 
@@ -59,6 +59,27 @@ def test_a_search_tries_one_scale_for_everything(call, world, command: str, sign
     (scale,) = {value for row in table.values() for value in row.values()}
     assert scale * sign >= 0
     assert (scale * 20) == pytest.approx(round(scale * 20), abs=1e-6)
+
+
+@pytest.mark.parametrize("command", ["negate", "add"])
+def test_by_val_the_train_split_teaches_and_the_val_split_judges(
+    call,
+    world,  # noqa: F811
+    tmp_path: Path,
+    command: str,
+):
+    for name, turn in (("cars", 0), ("control", 1)):
+        write_shots(tmp_path / name / "train", 3, seed=4, turn=turn)
+        write_shots(tmp_path / name / "val", 2, seed=5, turn=turn)
+    data = [tmp_path / "cars", *(["--control"] if command == "negate" else [])]
+    given = (command, *data, tmp_path / "control", "--model", world / "base", "--vectors")
+    more = (world / "v", *QUICK, "--lr", "0.5", "--select", "val", "--json")
+    found = json.loads(call(*given, *more).out)
+    assert [entry["split"] for entry in found["config"]["data"]] == ["train", "train"]
+    assert [entry["split"] for entry in found["config"]["judges"]] == ["val", "val"]
+    assert {round(6 * value) / 6 for value in found["accuracy"]["learned"]} == {
+        *found["accuracy"]["learned"]
+    }
 
 
 def test_isotropic_learns_a_number_for_each_vector(call, world):  # noqa: F811

@@ -426,7 +426,7 @@ OWN = {
     "no control": (("negate", "shots"), 2, "no control given; for example --control"),
     "keep": (("negate", "shots", "--control", "control", "--keep", "0"), 2, "--keep: expected"),
     "forget": (("negate", "shots", "--control", "x", "--forget", "it"), 2, "--forget: expected"),
-    "select": (("add", "shots", "--select", "val:x"), 2, "--select: expected same, last"),
+    "select": (("add", "shots", "--select", "val:x"), 2, "--select: expected same, val"),
     "twice": (("add", "shots", "shots"), 2, "a task is given twice"),
     "clamp": (("add", "shots", "--clamp", "1"), 2, "--clamp: expected LOW:HIGH"),
     "merge": (("add", "shots", "--compare", "tis"), 2, "did you mean 'ties'?"),
