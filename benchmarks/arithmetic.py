@@ -4,8 +4,8 @@
 
 Everything is tested on the test splits, which choose nothing. Negation: every task is the target
 once, with its own vector; the control is the task `everything`, which has to keep 95 % of its
-zero-shot accuracy on the val split; learned is from a fifth of the train splits. Addition: all tasks
-and all vectors at once, learned from and selected on the val splits.
+zero-shot accuracy on the val split; learned is from a fifth of the train splits. Addition: all
+tasks and all vectors at once, learned from and selected on the val splits.
 Prints markdown tables. Fine-tuned weights and finished rows are kept in DIR, so that a run that
 was stopped goes on. About an hour of one core in all. `--set lr=0.03 'forget="ascent"'` tries other
 settings of what is learned by block.
