@@ -65,14 +65,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def exact(values: torch.Tensor) -> torch.Tensor:
+    """values, in float64; on the CPU if they are on a device that has no float64."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
 def total(values: torch.Tensor) -> float:
     """sum of all elements, in float64: rows in float32 first, the elements of a vector one by one.
 
     Tiles hold whole rows, so that the sum is the same however a tensor was cut, to 1e-15.
     """
     if values.ndim < 2:
-        return float(values.sum(dtype=torch.float64))
-    return float(values.flatten(1).sum(1, dtype=wide(values.dtype)).sum(dtype=torch.float64))
+        return float(exact(values).sum())
+    return float(exact(values.flatten(1).sum(1, dtype=wide(values.dtype))).sum())
 
 
 def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> torch.Tensor:
