@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -13,10 +15,11 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.merging.makers import CPU, Maker, check_finite
+from atlas_cli.merging.makers import CPU, Maker, check_finite, is_finite
 from atlas_cli.merging.part import Part
 from atlas_cli.merging.plan import Output, Plan
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
 
 
@@ -147,7 +150,8 @@ def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limit
         survey = job.survey.by(maker)
         for span in job.spans:
             values = maker.make(output, span, survey)
-            if not limits.allow_nonfinite:
+            if not limits.allow_nonfinite and not is_finite(values):
+                maker.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
             offset = start + output.start + span[0] * output.dtype.itemsize
             part.write(output.file, offset, values)
@@ -155,9 +159,17 @@ def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limit
     part.note((output.number, job.number))
 
 
+def _keep_freed_memory() -> None:
+    """Have the C library use the memory of a tile for the next one, not give it back between."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
+            ctypes.CDLL(None).mallopt(option, size)
+
+
 @contextmanager
 def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Threads in which torch has one of its own; what has not begun is dropped on an error."""
+    _keep_freed_memory()
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:

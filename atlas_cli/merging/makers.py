@@ -41,6 +41,9 @@ class Maker(Protocol):
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The elements of a span, in the dtype of the file."""
 
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """Raise CheckpointError if an input has an element of the span that is not finite."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -102,9 +105,16 @@ class ByMethod:
         """The method's formula, rounded to the dtype of the file."""
         if not output.merged:
             return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
-        tile = self._tile(output, span, check=not self.how.allow_nonfinite)
+        # What spreads is seen in the result, which is checked anyway.
+        check = not self.how.allow_nonfinite and not self.method.spreads
+        tile = self._tile(output, span, check=check)
         merged = self.method.apply(tile, self._values(output.name), survey)
         return merged.reshape(-1).cpu().to(output.dtype)
+
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """Every model, if they are merged here; what is copied has been checked."""
+        if output.merged:
+            self._tile(output, span, check=True)
 
     def _values(self, name: str) -> Values:
         own = self.resolved[name]
@@ -152,12 +162,16 @@ def copied(
 
 def check_finite(values: torch.Tensor, name: str, where: str) -> None:
     """Raise CheckpointError if a value is NaN or infinite."""
+    if not is_finite(values):
+        raise CheckpointError(
+            f"{where}: {name} holds values that are not finite (NaN or Inf); "
+            "use --allow-nonfinite to merge them anyway"
+        )
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
     if not values.dtype.is_floating_point:
-        return
+        return True
     # A sum is finite only if all its terms are; one that is not may have overflowed.
-    if math.isfinite(values.sum().item()) or values.isfinite().all():
-        return
-    raise CheckpointError(
-        f"{where}: {name} holds values that are not finite (NaN or Inf); "
-        "use --allow-nonfinite to merge them anyway"
-    )
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())

@@ -156,7 +156,10 @@ def _method(
     ]
     per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
     apply = by_pieces(family.apply)
-    return Method(name, apply, family.survey, per_model, per_merge, needs_base=True)
+    spreads = family.sparsifier is None and not family.elects
+    return Method(
+        name, apply, family.survey, per_model, per_merge, needs_base=True, spreads=spreads
+    )
 
 
 METHODS = (

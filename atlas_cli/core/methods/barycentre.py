@@ -158,7 +158,7 @@ def karcher(tile: Tile, values: Values, coefficients: list[float]) -> torch.Tens
     merged = torch.zeros_like(first, dtype=wide(first.dtype))
     for model, coefficient in zip(tile.models, coefficients, strict=True):
         merged.add_(model, alpha=coefficient)
-    return merged.to(first.dtype)
+    return merged
 
 
 METHODS = (

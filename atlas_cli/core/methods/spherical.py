@@ -53,7 +53,7 @@ def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tenso
     assert tile.base is not None
     work = wide(tile.base.dtype)
     merged = tile.base.to(work, copy=True).mul_(found[0])
-    return merged.add_(tile.models[0].to(work, copy=True).mul_(found[1])).to(tile.base.dtype)
+    return merged.add_(tile.models[0].to(work, copy=True).mul_(found[1]))
 
 
 # nuslerp: in the dtype of the tensors throughout ------------------------------------------------
@@ -137,6 +137,7 @@ METHODS = (
         per_merge=(Parameter("t", None),),
         needs_base=True,
         models=(1, 1),
+        spreads=True,
     ),
     Method(
         "nuslerp",
