@@ -81,10 +81,12 @@ for number in range(count + 1):
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(config))
     tensors = {}
-    for name, shape in shapes.items():
+    for name, (rows, *rest) in shapes.items():
+        shape = (4096 if single else rows, *rest)  # repeated, since all of it in float32 is large
         base = torch.randn(shape, generator=torch.Generator().manual_seed(hash_of(name)))
         step = torch.randn(shape, generator=torch.Generator().manual_seed(hash_of(name) + number))
-        tensors[name] = (0.02 * base + (0.002 * step if number else 0)).bfloat16()
+        made = (0.02 * base + (0.002 * step if number else 0)).bfloat16()
+        tensors[name] = made.repeat(rows // 4096, 1) if single else made
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 """
 FLOOR = """
