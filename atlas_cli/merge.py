@@ -15,8 +15,9 @@ from atlas_cli.errors import AtlasError
 from atlas_cli.files import write_text
 from atlas_cli.layouts import is_transformers
 from atlas_cli.merge_recipe import Merge
-from atlas_cli.merging.beside import card_text, copy_beside, files_beside
-from atlas_cli.merging.engine import Limits, check_memory, run
+from atlas_cli.merging.beside import Shown, card_text, copy_beside, files_beside
+from atlas_cli.merging.engine import Limits, check_device, check_memory, run
+from atlas_cli.merging.evaluation import Evaluated
 from atlas_cli.merging.families import is_clip
 from atlas_cli.merging.inputs import Located, check_fit, open_layout, open_like
 from atlas_cli.merging.learned import open_learned
@@ -27,9 +28,10 @@ from atlas_cli.merging.locking import (
     locked,
     promised_hashes,
     take_hashes,
+    written_hashes,
 )
-from atlas_cli.merging.makers import ByMethod, Maker, Model
-from atlas_cli.merging.parameters import Resolved, resolve_all
+from atlas_cli.merging.makers import ByMethod, How, Maker, Model
+from atlas_cli.merging.parameters import Resolved, check_together, resolve_all
 from atlas_cli.merging.part import MARK, Part, check_space, check_target
 from atlas_cli.merging.plan import Plan, lay_out, plan_files
 from atlas_cli.tensors import LazyTensors
@@ -48,6 +50,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     shard: int = 5_000_000_000
     force: bool = False
+    evaluation: Evaluated | None = None
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,17 @@ def prepare(request: Request) -> Prepared:
     groups = lay_out(layout.tensors, names, merge, limit=limit, stem=stem)
     promise = locked(merge, located, promised_hashes(merge, located))
     plan = plan_files(groups, _metadata(promise))
+    check_device(plan, request.limits)
     return Prepared(request, maker, plan, resolved, check_memory(plan, maker, request.limits))
 
 
 def _maker(request: Request, layout: Model) -> tuple[Maker, dict[str, Resolved], list[str]]:
     """How values are made, the parameters by tensor, and the tensors that are merged at all."""
-    merge, allow = request.merge, request.limits.allow_nonfinite
+    merge, limits = request.merge, request.limits
+    how = How(merge.recipe.seed, limits.device, limits.allow_nonfinite)
     if merge.method == "atlas":
         source = request.located[merge.layout].model
-        learned = open_learned(merge.recipe, source, layout, allow_nonfinite=allow)
+        learned = open_learned(merge.recipe, source, layout, how)
         return learned, {}, [name for name in layout.tensors if learned.changes(name)]
     names = [n for n, t in layout.tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
     opened: dict[str, LazyTensors] = {merge.layout: layout.tensors}
@@ -122,8 +127,10 @@ def _maker(request: Request, layout: Model) -> tuple[Maker, dict[str, Resolved],
     models = tuple(Model(reference, opened[reference]) for reference, _ in merge.models)
     base = Model(merge.base, opened[merge.base]) if merge.base else None
     method = METHODS[merge.method]
-    seed = merge.recipe.seed
-    return ByMethod(method, layout, base, models, resolved, seed, allow), resolved, names
+    maker = ByMethod(method, layout, base, models, resolved, how)
+    if maker.together:
+        check_together(merge, resolved, {layout.tensors[name].dtype for name in names})
+    return maker, resolved, names
 
 
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -145,7 +152,9 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
             check_hashes(merge, taken.result())
         try:
             part = Part(
-                target, identity_of(merge, located, plan), {s.file: s.bytes for s in plan.shards}
+                target,
+                identity_of(merge, located, plan, request.limits.device.type),
+                {s.file: s.bytes for s in plan.shards},
             )
         except OSError as problem:
             raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
@@ -175,8 +184,18 @@ def _finish(prepared: Prepared, part: Part, recipe: dict[str, Any]) -> None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(part.folder / "model.safetensors.index.json", listed)
     write_text(part.folder / MARK, lock_text(recipe))
-    write_text(part.folder / "README.md", card_text(request.merge, recipe, request.located))
+    card = card_text(request.merge, recipe, request.located, _shown(prepared, part))
+    write_text(part.folder / "README.md", card)
     part.finish()
+
+
+def _shown(prepared: Prepared, part: Part) -> Shown | None:
+    """The evaluation of the card, if there is one: weights are hashed to find what is of them."""
+    request = prepared.request
+    if request.evaluation is None:
+        return None
+    digests = written_hashes(prepared.plan, part.folder)
+    return Shown(request.evaluation, request.target.absolute().name, digests)
 
 
 def _dtype(prepared: Prepared) -> str | None:

@@ -44,6 +44,7 @@ def _one_of(*choices: str) -> Knob:
 _LAMBDA, _INT8 = Knob(1.0), Knob(False)  # mergekit's int8_mask changes no number
 _OWN = {"weight": Knob(), "density": Knob(1.0, 0.0, 1.0)}
 _EPSILON, _GAMMA = {"epsilon": Knob(0.15, 0.0, 1.0)}, {"gamma": Knob(0.01, 0.0, 1.0)}
+_SCOPE = {"scope": _one_of("tensor", "model")}
 _ROUNDING = {"rounding": _one_of("floor", "ceil", "above")}
 _RESCALE_BY = {"rescale_by": _one_of("norm", "density")}
 _ELECTION = {
@@ -85,13 +86,13 @@ METHODS: Mapping[str, Row] = {
     "karcher": Row("no", (1, None), {}, {"max_iter": Knob(10, 0), "tol": Knob(1e-5, 0.0)}),
     "passthrough": Row("no", (1, 1), {"scale": Knob(1.0)}),
     "task_arithmetic": _arithmetic(False, False, {}, {}),
-    "ties": _arithmetic(True, False, {}, {**_ROUNDING, **_ELECTION}),
+    "ties": _arithmetic(True, False, {}, {**_SCOPE, **_ROUNDING, **_ELECTION}),
     "dare_linear": _arithmetic(False, True, {}, _RESCALE_BY),
     "dare_ties": _arithmetic(False, True, {}, {**_RESCALE_BY, **_ELECTION}),
     "della": _arithmetic(True, True, _EPSILON, {**_RESCALE_BY, **_ELECTION}),
     "della_linear": _arithmetic(False, True, _EPSILON, _RESCALE_BY),
-    "breadcrumbs": _arithmetic(False, False, _GAMMA, {}),
-    "breadcrumbs_ties": _arithmetic(False, False, _GAMMA, _ELECTION),
+    "breadcrumbs": _arithmetic(False, False, _GAMMA, _SCOPE),
+    "breadcrumbs_ties": _arithmetic(False, False, _GAMMA, {**_SCOPE, **_ELECTION}),
     "model_stock": Row("must", (2, None), {}, {"filter_wise": Knob(False)}),
     "sce": Row("must", (1, None), {}, {"select_topk": Knob(1.0, 0.0, 1.0), "int8_mask": _INT8}),
     "wise_ft": Row("must", (1, 1), {}, {"alpha": Knob(0.5)}),

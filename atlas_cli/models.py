@@ -16,7 +16,7 @@ import torch
 from atlas_cli import layouts
 from atlas_cli.batches import Preprocess
 from atlas_cli.checkpoint import open_tensors, read_metadata
-from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
+from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.sources import Reference, Source, check_architecture
 from atlas_cli.tensors import LazyTensor, LazyTensors
 from atlas_cli.vision import import_open_clip
@@ -85,9 +85,9 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device(next((name for name, found in there.items() if found), "cpu"))
     kind, _, number = wanted.partition(":")
     if kind != "cpu" and not there[kind]:
-        raise AtlasError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
+        raise UsageError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
     if number and int(number) >= torch.cuda.device_count():
-        raise AtlasError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
+        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
     return torch.device(wanted)
 
 

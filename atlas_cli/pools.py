@@ -165,7 +165,7 @@ def compose_pool(
         for number, member in enumerate(pool.members):
             if name in member.vector.names:
                 block = _kept(member.vector.read(name), pool.storage)
-                blocks[number] = block if pool.storage == "mapped" else _moved(block, device)
+                blocks[number] = block if pool.storage == "mapped" else moved(block, device)
         stacks[name] = (map_blocks if pool.storage == "mapped" else stack_blocks)(blocks)
     kept = {name: base[name].detach() for name in pool.names}
     return Composition(kept, stacks, layout, len(pool.members))
@@ -179,12 +179,13 @@ def _kept(block: Block, storage: str) -> Block:
     return block if lower == storage_of(block) else encode(block, Form(lower))
 
 
-def _moved(block: Block, device: torch.device) -> Block:
+def moved(block: Block, device: torch.device) -> Block:
+    """The same block on a device."""
     match block:
         case Dense(values):
             return Dense(values.to(device))
         case Quantised(values, scales):
             return Quantised(values.to(device), scales.to(device))
         case Factors(shape, parts):
-            moved = (Part(p.start, p.up.to(device), p.down.to(device)) for p in parts)
-            return Factors(shape, tuple(moved))
+            there = (Part(p.start, p.up.to(device), p.down.to(device)) for p in parts)
+            return Factors(shape, tuple(there))

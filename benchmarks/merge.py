@@ -1,19 +1,21 @@
 """Time, CPU time and peak memory of `atlas merge` beside mergekit and beside the bytes alone.
 
     python benchmarks/merge.py [--parameters 1e9] [--runs 5] [--mergekit /path/to/bin/python]
-                               [--methods linear ties ...] [--models 3] [--work DIR]
+                               [--methods linear ties ...] [--contestants atlas floor ...]
+                               [--models 3] [--threads N] [--work DIR]
 
 Makes a Llama-shaped model in bf16 and fine-tunes of it (small random steps), reads them all once
 so that they are in the page cache, and runs each contestant in turn, several times over. Prints
-one JSON object with the medians by method and contestant:
+one JSON object with the medians by method and contestant (`--contestants` names some of them):
 
-`atlas` with its defaults; `atlas_first`, the same with an empty cache of digests, so that all
-inputs are hashed for the lock file as well; `mergekit` with its defaults, and `mergekit_fast` with
---lazy-unpickle --low-cpu-memory --async-write and no model card; `floor`, which imports torch,
-touches every byte of the same inputs and writes as many bytes as the result has.
+`atlas_first` with its defaults and an empty cache of digests, so that all inputs are hashed for
+the lock file as well; `atlas`, the same once the digests are known; `mergekit` with its defaults,
+and `mergekit_fast` with --lazy-unpickle --low-cpu-memory --async-write and no model card; `floor`,
+which imports torch, touches every byte of the same inputs and writes as many bytes as the result
+has.
 
 `--single SIZE` measures a checkpoint that is one tensor of so many bytes instead, and `--growth`
-2, 4, 8 and 16 models.
+2, 4, 8 and 16 models. `--inputs DIR` keeps the models there, and takes them if they are there.
 """
 
 from __future__ import annotations
@@ -79,10 +81,12 @@ for number in range(count + 1):
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(config))
     tensors = {}
-    for name, shape in shapes.items():
+    for name, (rows, *rest) in shapes.items():
+        shape = (4096 if single else rows, *rest)  # repeated, since all of it in float32 is large
         base = torch.randn(shape, generator=torch.Generator().manual_seed(hash_of(name)))
         step = torch.randn(shape, generator=torch.Generator().manual_seed(hash_of(name) + number))
-        tensors[name] = (0.02 * base + (0.002 * step if number else 0)).bfloat16()
+        made = (0.02 * base + (0.002 * step if number else 0)).bfloat16()
+        tensors[name] = made.repeat(rows // 4096, 1) if single else made
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 """
 FLOOR = """
@@ -121,6 +125,14 @@ def recipe(method: str, folder: Path, models: int) -> str:
     return json.dumps(found)
 
 
+def read_all(folder: Path) -> None:
+    """Have all inputs in the page cache."""
+    for path in folder.glob("*/model.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(8 << 20):
+                pass
+
+
 def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]:
     """Wall seconds, CPU seconds and peak MB of a command."""
     start = time.monotonic()
@@ -146,7 +158,7 @@ def contestants(method: str, folder: Path, options: argparse.Namespace) -> dict[
     names = ["base", *(f"model{n + 1}" for n in range(1 if method == "slerp" else options.models))]
     files = [str(folder / name / "model.safetensors") for name in names[method == "linear" :]]
     found = {"floor": [sys.executable, "-c", FLOOR, *files, str(folder / "out.bin")]}
-    found |= {"atlas": ours, "atlas_first": ours}
+    found |= {"atlas_first": ours, "atlas": ours}
     if options.mergekit:
         theirs = [str(Path(options.mergekit).parent / "mergekit-yaml"), str(path), out]
         found |= {"mergekit": [*theirs, "--no-copy-tokenizer"]}
@@ -158,16 +170,19 @@ def compare(method: str, folder: Path, options: argparse.Namespace) -> dict[str,
     """Medians of every contestant, run in turn."""
     found: dict[str, list[dict[str, float]]] = {}
     cache = {"ATLAS_CACHE": str(folder / "cache")}
-    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    # Modules are compiled once, as those of an installed program are.
+    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     commands = contestants(method, folder, options)
-    for turn in range(options.runs + 1):  # the first is not counted
+    for _ in range(options.runs):
         for name, command in commands.items():
+            if options.contestants and name not in options.contestants:
+                continue
             shutil.rmtree(folder / "out", ignore_errors=True)
             if name == "atlas_first":
                 shutil.rmtree(folder / "cache", ignore_errors=True)
+            read_all(folder)
             one = measure(command, {**os.environ, **fixed, **cache})
-            if turn:
-                found.setdefault(name, []).append(one)
+            found.setdefault(name, []).append(one)
     return {
         name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
         for name, runs in found.items()
@@ -182,16 +197,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--mergekit", help="python of an environment with mergekit")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--contestants", nargs="+", help="only these")
     parser.add_argument("--single", type=int, default=0, metavar="BYTES")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--inputs", type=Path, metavar="DIR")
     options = parser.parse_args()
     result: dict[str, Any] = {"parameters": options.parameters, "runs": options.runs}
     with tempfile.TemporaryDirectory(dir=options.work, prefix="atlas-merge-") as name:
-        folder = Path(name)
+        folder = options.inputs or Path(name)
         most = 16 if options.growth else options.models
-        make = [sys.executable, "-c", MAKE, name, str(options.parameters)]
-        subprocess.run([*make, str(most), str(options.single)], check=True)
+        make = [sys.executable, "-c", MAKE, str(folder), str(options.parameters)]
+        if not (folder / "base").exists():
+            subprocess.run([*make, str(most), str(options.single)], check=True)
         for count in (2, 4, 8, 16) if options.growth else (options.models,):
             options.models = count
             for method in options.methods:

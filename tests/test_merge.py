@@ -198,7 +198,11 @@ def test_the_files_of_the_base_go_with_the_weights(merge: Merge):
 
 
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties", "slerp", "tsv"])
-def test_any_number_of_threads_gives_the_same_bytes(merge: Merge, method: str):
+def test_any_number_of_threads_gives_the_same_bytes(
+    merge: Merge, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    monkeypatch.setattr("atlas_cli.merging.plan.TILE", 16)
+    monkeypatch.setattr("atlas_cli.merging.plan._TILES", 2)
     recipe = linear(0.5, 0.5, merge_method=method, base_model="./base")
     if method == "slerp":
         recipe["models"] = [{"model": "./m1"}]
@@ -281,6 +285,16 @@ def test_a_value_that_is_not_finite_is_named(refused, merge: Merge, tmp_path: Pa
     assert "./m2: lm_head.weight holds values that are not finite" in refused(linear(1, 1))
     found = read_model(merge(linear(1, 1), "--allow-nonfinite"))
     assert not found["lm_head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_linear"])
+@pytest.mark.parametrize("ill", ["base", "m2"])
+def test_the_model_that_is_not_finite_is_named(refused, tmp_path: Path, method: str, ill: str):
+    tensors = llama(0 if ill == "base" else 2)
+    tensors["lm_head.weight"][3, 2] = math.inf
+    write_model(tmp_path / ill, tensors)
+    said = refused(linear(0.5, 0.5, merge_method=method, base_model="./base"))
+    assert f"./{ill}: lm_head.weight holds values that are not finite" in said
 
 
 def test_an_overflow_in_the_result_is_named(refused, tmp_path: Path):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atlas_cli.commands.options import AsJson, Quiet
+from atlas_cli.commands.options import AsJson, Device, Quiet
 
 RecipeFile = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="YAML recipe, or - for stdin.")
@@ -34,6 +34,9 @@ Schema = Annotated[
 Push = Annotated[
     str | None, typer.Option(metavar="OWNER/NAME", help="Upload the model to the Hub, too.")
 ]
+EvaluationFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What atlas eval --json found, for the card.")
+]
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Merge NaN and Inf instead of stopping.")
 ]
@@ -47,8 +50,10 @@ def merge(
     explain: Explain = None,
     memory: Memory = "512MB",
     threads: Threads = None,
+    device: Device = "cpu",
     max_shard_size: ShardSize = "5GB",
     schema: Schema = False,
+    evaluation: EvaluationFile = None,
     push: Push = None,
     allow_nonfinite: AllowNonfinite = False,
     as_json: AsJson = False,
@@ -64,7 +69,7 @@ def merge(
         show_schema()
         return
     wishes = Wishes(
-        *(output, force, dry_run, explain, memory, threads, max_shard_size),
-        *(push, allow_nonfinite, as_json, quiet),
+        *(output, force, dry_run, explain, memory, threads, device, max_shard_size),
+        *(evaluation, push, allow_nonfinite, as_json, quiet),
     )
     run(recipe, wishes)

@@ -16,6 +16,7 @@ from atlas_cli.commands import output
 from atlas_cli.commands.input import read_text
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.merge_recipe import Merge, read_merge, split_adapter
+from atlas_cli.merging.evaluation import Evaluated, read_evaluation
 from atlas_cli.recipe import parse_bytes
 from atlas_cli.sources import Source, locate, parse_reference
 
@@ -37,7 +38,9 @@ class Wishes:
     explain: str | None
     memory: str
     threads: int | None
+    device: str
     shard: str
+    evaluation: Path | None
     push: str | None
     allow_nonfinite: bool
     as_json: bool
@@ -57,6 +60,7 @@ def run(name: str | None, wishes: Wishes) -> None:
         raise UsageError("no recipe given; name a file, or - for stdin")
     _check(wishes)
     merge = read_merge(*read_text(name))
+    evaluation = _read_evaluation(wishes.evaluation) if wishes.evaluation else None
     target = wishes.folder or Path("merged")
     _check_place(target, wishes)
     found = _locate(merge)
@@ -66,12 +70,16 @@ def run(name: str | None, wishes: Wishes) -> None:
     from atlas_cli.merging.engine import Limits
     from atlas_cli.merging.inputs import Located
     from atlas_cli.merging.parameters import idle_filters
+    from atlas_cli.models import choose_device
 
     located = {reference: Located(*pair) for reference, pair in found.items()}
 
     threads = wishes.threads or min(_MANY, os.cpu_count() or 1)
-    limits = Limits(_bytes(wishes.memory), threads, wishes.allow_nonfinite)
-    request = Request(merge, located, target, limits, _bytes(wishes.shard), wishes.force)
+    device = choose_device(wishes.device)
+    limits = Limits(_bytes(wishes.memory), threads, device, wishes.allow_nonfinite)
+    request = Request(
+        merge, located, target, limits, _bytes(wishes.shard), wishes.force, evaluation
+    )
     prepared = prepare(request)
     for text in idle_filters(merge, [made.name for made in prepared.plan.outputs]):
         output.warn(f"filter '{text}' is in the name of no tensor")
@@ -100,6 +108,13 @@ def _check(wishes: Wishes) -> None:
         re.compile(wishes.explain or "")
     except re.error as problem:
         raise UsageError(f"--explain: not a regular expression: {problem}") from None
+
+
+def _read_evaluation(path: Path) -> Evaluated:
+    try:
+        return read_evaluation(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"--evaluation {path}: cannot be read as UTF-8 text") from problem
 
 
 def _bytes(text: str) -> int:

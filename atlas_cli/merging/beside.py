@@ -6,11 +6,13 @@ import fnmatch
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atlas_cli import __version__
 from atlas_cli.merge_recipe import Merge
+from atlas_cli.merging.evaluation import Evaluated, Result, evaluation_text, model_index
 from atlas_cli.merging.inputs import Located
 from atlas_cli.recipe import write_mapping
 from atlas_cli.sources import Source
@@ -57,8 +59,27 @@ def _with_dtype(path: Path, dtype: str) -> str | None:
 # The card -------------------------------------------------------------------------------------
 
 
-def card_text(merge: Merge, recipe: dict[str, Any], located: Mapping[str, Located]) -> str:
-    """A model card: front matter that the Hub reads, what was merged, and the recipe."""
+@dataclass(frozen=True)
+class Shown:
+    """An evaluation for the card of a model: its name, and the digests of its weights."""
+
+    found: Evaluated
+    name: str
+    digests: tuple[str, ...]
+
+    @property
+    def own(self) -> list[Result]:
+        """The results that are of this model."""
+        return self.found.of(self.digests)
+
+
+def card_text(
+    merge: Merge,
+    recipe: dict[str, Any],
+    located: Mapping[str, Located],
+    shown: Shown | None = None,
+) -> str:
+    """A model card: front matter that the Hub reads, what was merged, results, and the recipe."""
     on_hub = [
         found.model.reference.name
         for found in located.values()
@@ -67,16 +88,19 @@ def card_text(merge: Merge, recipe: dict[str, Any], located: Mapping[str, Locate
     front: dict[str, Any] = {"tags": ["merge", "atlas", merge.method]}
     if on_hub:
         front = {"base_model": on_hub, **front}
-    shown = {key: value for key, value in recipe.items() if key != "locked"}
-    if isinstance(shown.get("coefficients"), dict):
-        shown["coefficients"] = "(see atlas_recipe.lock.yaml)"
+    if shown and shown.own:
+        front["model-index"] = model_index(shown.name, shown.own)
+    steps = {key: value for key, value in recipe.items() if key != "locked"}
+    if isinstance(steps.get("coefficients"), dict):
+        steps["coefficients"] = "(see atlas_recipe.lock.yaml)"
+    results = evaluation_text(shown.found, shown.own) if shown else ""
     listed = "\n".join(f"- `{name}`" for name in recipe["locked"])
     return (
         f"---\n{write_mapping(front, '')}---\n\n# Merged by {merge.method}\n\n"
         f"Made with atlas {__version__} by the method `{merge.method}` from:\n\n{listed}\n\n"
         "The licences of all these sources hold for this model too; look them up before you pass "
-        "it on.\n\n## Recipe\n\n"
-        f"```yaml\n{write_mapping(shown, '')}```\n\n"
+        f"it on.\n\n{results}## Recipe\n\n"
+        f"```yaml\n{write_mapping(steps, '')}```\n\n"
         "`atlas_recipe.lock.yaml` holds the same with the sha256 of every input: "
         "`atlas merge atlas_recipe.lock.yaml -o DIR` gives this model again, to the byte.\n"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -13,10 +15,11 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.merging.makers import Maker, check_finite
+from atlas_cli.merging.makers import CPU, Maker, check_finite, is_finite
 from atlas_cli.merging.part import Part
 from atlas_cli.merging.plan import Output, Plan
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
 
 
@@ -43,25 +46,27 @@ class Budget:
 
 @dataclass
 class _Survey:
-    """What is known of a whole tensor: found by the first thread that asks."""
+    """What is known of whole tensors: found by the first thread that asks."""
 
+    outputs: tuple[Output, ...]
     lock: threading.Lock = field(default_factory=threading.Lock)
     known: bool = False
     value: Any = None
 
-    def of(self, output: Output, maker: Maker) -> Any:
+    def by(self, maker: Maker) -> Any:
         with self.lock:
             if not self.known:
-                self.value, self.known = maker.survey(output), True
+                self.value, self.known = maker.survey(self.outputs), True
         return self.value
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of the machine a merge may take."""
+    """What of the machine a merge may take."""
 
     memory: int = 512_000_000
     threads: int = 1
+    device: torch.device = CPU
     allow_nonfinite: bool = False
 
 
@@ -77,6 +82,13 @@ def resident() -> int:
     except OSError:
         return 0
     return pages * 4096
+
+
+def check_device(plan: Plan, limits: Limits) -> None:
+    """Raise AtlasError if the device cannot compute in a dtype of the plan."""
+    wide = [made.name for made in plan.outputs if made.merged and made.compute == torch.float64]
+    if limits.device.type == "mps" and wide:
+        raise AtlasError(f"--device mps: has no float64, which {wide[0]} is computed in")
 
 
 def check_memory(plan: Plan, maker: Maker, limits: Limits) -> int:
@@ -102,11 +114,12 @@ def run(
     """Make every piece that is not there yet. `advance` hears of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
     budget = Budget(working_memory(limits))
+    shared = _Survey(tuple(output for output in plan.outputs if output.merged))
     with _workers(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
         # The largest first, so that no thread is left with a large one at the end.
         for output in sorted(plan.outputs, key=lambda output: -output.bytes):
-            survey = _Survey()
+            survey = shared if maker.together and output.merged else _Survey((output,))
             for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
                 if (output.number, number) in part.done:
                     advance(_bytes(output, spans))
@@ -134,10 +147,11 @@ class _Job:
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
     output = job.output
     with budget.take(maker.need(output)):
-        survey = job.survey.of(output, maker)
+        survey = job.survey.by(maker)
         for span in job.spans:
             values = maker.make(output, span, survey)
-            if not limits.allow_nonfinite:
+            if not limits.allow_nonfinite and not is_finite(values):
+                maker.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
             offset = start + output.start + span[0] * output.dtype.itemsize
             part.write(output.file, offset, values)
@@ -145,9 +159,17 @@ def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limit
     part.note((output.number, job.number))
 
 
+def _keep_freed_memory() -> None:
+    """Have the C library use the memory of a tile for the next one, not give it back between."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
+            ctypes.CDLL(None).mallopt(option, size)
+
+
 @contextmanager
 def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Threads in which torch has one of its own; what has not begun is dropped on an error."""
+    _keep_freed_memory()
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:

@@ -19,10 +19,10 @@ from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
 from atlas_cli.merge_recipe import MergeRecipe, VectorFile
 from atlas_cli.merging.families import block_of, piece
-from atlas_cli.merging.makers import Model, check_finite, copied
+from atlas_cli.merging.makers import How, Model, check_finite, copied
 from atlas_cli.merging.plan import Output
 from atlas_cli.models import normalised, open_model
-from atlas_cli.pools import Pool, open_pool
+from atlas_cli.pools import Pool, moved, open_pool
 from atlas_cli.sources import Source
 from atlas_cli.tensors import LazyTensor
 from atlas_cli.vectors import in_scope
@@ -40,7 +40,8 @@ class ByCoefficients:
     columns: Layout
     coefficients: torch.Tensor
     transformers: bool
-    allow_nonfinite: bool = False
+    how: How
+    together: bool = False
 
     def changes(self, name: str) -> bool:
         """Whether a vector has a block of that tensor."""
@@ -57,27 +58,31 @@ class ByCoefficients:
         size = math.prod(self.blocks[self._place(output.name)[0]].shape)
         return size * (12 + 4 * len(self.pool.members))
 
-    def survey(self, output: Output) -> None:
+    def survey(self, outputs: Sequence[Output]) -> None:
         """A block can be composed right away."""
 
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The composed block, or the part of it that the output is."""
         if not output.merged:
-            return copied(self.layout, output, span, allow_nonfinite=self.allow_nonfinite)
+            return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
         block, part = self._place(output.name)
         base = self.blocks[block].read()
-        if not self.allow_nonfinite:
+        device = self.how.device
+        if not self.how.allow_nonfinite:
             check_finite(base, output.name, self.layout.reference)
         found = {
-            number: member.vector.read(block)
+            number: moved(member.vector.read(block), device)
             for number, member in enumerate(self.pool.members)
             if block in member.vector.names
         }
         stacks = {block: map_blocks(found)}
-        one = Composition({block: base}, stacks, self.columns, len(self.pool.members))
-        composed = compose_block(one, block, self.coefficients)
+        one = Composition({block: base.to(device)}, stacks, self.columns, len(self.pool.members))
+        composed = compose_block(one, block, self.coefficients.to(device)).cpu()
         lazy = LazyTensor(tuple(composed.shape), composed.dtype, lambda: composed)
         return piece(lazy, part).read().reshape(-1)[slice(*span)].to(output.dtype)
+
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """They have been checked when they were read."""
 
     def _place(self, name: str) -> tuple[str, str]:
         if self.transformers and name.endswith("position_ids"):
@@ -85,9 +90,7 @@ class ByCoefficients:
         return block_of(name, transformers=self.transformers)
 
 
-def open_learned(
-    recipe: MergeRecipe, source: Source, layout: Model, *, allow_nonfinite: bool
-) -> ByCoefficients:
+def open_learned(recipe: MergeRecipe, source: Source, layout: Model, how: How) -> ByCoefficients:
     """Open the vectors of a learned recipe and lay its coefficients out."""
     blocks = normalised(layout.tensors, layout.reference)
     entries = [e for e in recipe.vectors or [] if isinstance(e, VectorFile)]
@@ -102,7 +105,7 @@ def open_learned(
     return ByCoefficients(
         *(layout, blocks, pool, columns, table),
         transformers=layouts.is_transformers(layout.tensors),
-        allow_nonfinite=allow_nonfinite,
+        how=how,
     )
 
 

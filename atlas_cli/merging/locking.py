@@ -102,6 +102,11 @@ def _hashes(name: str, source: Source | None) -> dict[str, str]:
     return dict(found)
 
 
+def written_hashes(plan: Plan, folder: Path) -> tuple[str, ...]:
+    """The sha256 of every file of weights that a merge has written."""
+    return tuple(sha256_of(folder / shard.file) for shard in plan.shards)
+
+
 def check_hashes(merge: Merge, hashes: Mapping[str, Mapping[str, str]]) -> None:
     """Raise MismatchError for a source that is not what the recipe was locked with."""
     for name, entry in merge.recipe.locked.items():
@@ -121,8 +126,8 @@ def lock_text(recipe: dict[str, Any]) -> str:
     return write_mapping(recipe, comment)
 
 
-def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan) -> str:
-    """What tells one piece of work from another: the plan, the recipe, and the inputs' files."""
+def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device: str) -> str:
+    """What tells one piece of work from another: plan, recipe, inputs' files, kind of device."""
     sources = [s for one in located.values() for s in (one.model, one.adapter) if s]
     paths = [path for source in sources for path in source.weights]
     paths += [Path(file).expanduser() for file in loose_files(merge)]
@@ -132,5 +137,5 @@ def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan) -> str
     ]
     shards = [(shard.file, shard.bytes, shard.entries) for shard in plan.shards]
     raw = json.dumps(merge.raw, sort_keys=True, default=str)
-    text = json.dumps([__version__, raw, files, shards], sort_keys=True)
+    text = json.dumps([__version__, raw, files, shards, device], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +18,16 @@ from atlas_cli.merging.parameters import Resolved
 from atlas_cli.merging.plan import Output
 from atlas_cli.tensors import LazyTensor, LazyTensors
 
+CPU = torch.device("cpu")
 _TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
 
 
 class Maker(Protocol):
     """Gives the values of outputs, some elements at a time."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all merged outputs have one survey, as if they were one long vector."""
 
     def whole(self, output: Output) -> bool:
         """Whether an output is made in one go."""
@@ -28,11 +35,14 @@ class Maker(Protocol):
     def need(self, output: Output) -> int:
         """The bytes of memory that making a tile of it takes."""
 
-    def survey(self, output: Output) -> Any:
-        """What has to be known of the whole tensor before a tile of it can be made."""
+    def survey(self, outputs: Sequence[Output]) -> Any:
+        """What has to be known of whole tensors before a tile of them can be made."""
 
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The elements of a span, in the dtype of the file."""
+
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """Raise CheckpointError if an input has an element of the span that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,15 @@ class Model:
 
 
 @dataclass(frozen=True)
+class How:
+    """What decides the result beside the recipe's method, and where it is computed."""
+
+    seed: int = 0
+    device: torch.device = CPU
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
 class ByMethod:
     """base and models -> a method's formula, tile by tile."""
 
@@ -52,8 +71,12 @@ class ByMethod:
     base: Model | None
     models: tuple[Model, ...]
     resolved: Mapping[str, Resolved]
-    seed: int
-    allow_nonfinite: bool = False
+    how: How
+
+    @cached_property
+    def together(self) -> bool:
+        """Whether the recipe wants the model taken as one vector."""
+        return any(own.merge.get("scope") == "model" for own in self.resolved.values())
 
     def whole(self, output: Output) -> bool:
         """Whether the method wants whole tensors."""
@@ -66,28 +89,36 @@ class ByMethod:
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
 
-    def survey(self, output: Output) -> Any:
-        """Whatever the method looks for in the whole tensor."""
-        if not output.merged:
+    def survey(self, outputs: Sequence[Output]) -> Any:
+        """Whatever the method looks for in whole tensors."""
+        if not outputs[0].merged:
             return None
 
         def tiles() -> Iterator[Tile]:
-            for span in output.tiles(whole=self.whole(output)):
-                yield self._tile(output, span, check=False)
+            for output in outputs:
+                for span in output.tiles(whole=self.whole(output)):
+                    yield self._tile(output, span, check=False)
 
-        return self.method.survey(tiles, self._values(output.name))
+        return self.method.survey(tiles, self._values(outputs[0].name))
 
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The method's formula, rounded to the dtype of the file."""
         if not output.merged:
-            return copied(self.layout, output, span, allow_nonfinite=self.allow_nonfinite)
-        tile = self._tile(output, span, check=not self.allow_nonfinite)
+            return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
+        # What spreads is seen in the result, which is checked anyway.
+        check = not self.how.allow_nonfinite and not self.method.spreads
+        tile = self._tile(output, span, check=check)
         merged = self.method.apply(tile, self._values(output.name), survey)
-        return merged.reshape(-1).to(output.dtype)
+        return merged.reshape(-1).cpu().to(output.dtype)
+
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """Every model, if they are merged here; what is copied has been checked."""
+        if output.merged:
+            self._tile(output, span, check=True)
 
     def _values(self, name: str) -> Values:
         own = self.resolved[name]
-        seed = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:7]
+        seed = hashlib.sha256(f"{self.how.seed}:{name}".encode()).digest()[:7]
         return Values(own.models, own.merge, int.from_bytes(seed, "big"), own.depth)
 
     def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
@@ -95,10 +126,20 @@ class ByMethod:
             values = model.tensors[output.name].span(*span)
             if check:
                 check_finite(values, output.name, model.reference)
-            return shaped(values, output).to(output.compute)
+            rows = values if self.together else shaped(values, output)
+            return rows.to(self.how.device, output.compute)
 
         base = read(self.base) if self.base else None
-        return Tile(output.name, span[0], output.shape, base, tuple(map(read, self.models)))
+        start, shape = span[0], output.shape
+        if self.together:
+            start, shape = start + self._starts[output.name], (self._starts[""],)
+        return Tile(output.name, start, shape, base, tuple(map(read, self.models)))
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        """Where each merged tensor begins if they follow each other; under "" where all end."""
+        sizes = [math.prod(self.layout.tensors[name].shape) for name in self.resolved]
+        return dict(zip([*self.resolved, ""], accumulate(sizes, initial=0), strict=True))
 
 
 def shaped(values: torch.Tensor, output: Output) -> torch.Tensor:
@@ -121,12 +162,16 @@ def copied(
 
 def check_finite(values: torch.Tensor, name: str, where: str) -> None:
     """Raise CheckpointError if a value is NaN or infinite."""
+    if not is_finite(values):
+        raise CheckpointError(
+            f"{where}: {name} holds values that are not finite (NaN or Inf); "
+            "use --allow-nonfinite to merge them anyway"
+        )
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
     if not values.dtype.is_floating_point:
-        return
+        return True
     # A sum is finite only if all its terms are; one that is not may have overflowed.
-    if math.isfinite(values.sum().item()) or values.isfinite().all():
-        return
-    raise CheckpointError(
-        f"{where}: {name} holds values that are not finite (NaN or Inf); "
-        "use --allow-nonfinite to merge them anyway"
-    )
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())

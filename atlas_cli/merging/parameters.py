@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ def resolve_all(merge: Merge, names: Sequence[str]) -> dict[str, Resolved]:
         )
     depths = depths_of(names)
     return {name: _resolve_one(merge, name, depths[name]) for name in names}
+
+
+def check_together(
+    merge: Merge, resolved: Mapping[str, Resolved], dtypes: Collection[object]
+) -> None:
+    """Raise UsageError if tensors that are merged as one vector differ in more than their names."""
+    who = f"{merge.method} with scope model"
+    first = next(iter(resolved.values()))
+    for name, one in resolved.items():
+        if (one.models, one.merge) != (first.models, first.merge):
+            raise UsageError(f"{who}: give every parameter as one value; {name} has another")
+    if len(dtypes) > 1 and not merge.recipe.dtype:
+        raise UsageError(f"{who}: tensors have several dtypes; give a dtype to compute in")
 
 
 def _resolve_one(merge: Merge, name: str, depth: float | None) -> Resolved:

@@ -13,6 +13,8 @@ from hub import Hub
 from merging import digests, linear, llama, write_model, write_recipe
 from uploads import UploadHub
 
+from atlas_cli.models import choose_device
+
 ROOMY = ("--memory", "8GB")
 
 
@@ -85,12 +87,31 @@ def test_explain_shows_what_parameters_become(merge):
         (("-o", "out", "--max-shard-size", "big"), "--max-shard-size big: expected a size"),
         (("-o", "m1"), "m1: is the folder of ./m1"),
         (("-o", "out", "--push", "name"), "--push name: expected OWNER/NAME"),
+        (("-o", "out", "--device", "gpu"), "--device gpu: expected auto, cpu, cuda"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(call, recipe: Path, flags, message: str):
     result = call("merge", recipe, "--force", *flags)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_a_device_that_is_not_there_is_one_line(merge, tmp_path: Path, kind: str):
+    if kind == choose_device("auto").type:
+        pytest.skip(f"there is a {kind} device")
+    result = merge("-o", "out", "--device", kind)
+    assert (result.code, result.out, len(result.error_lines)) == (2, "", 1)
+    assert f"--device {kind}: this torch sees no {kind} device" in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_auto_is_whatever_device_there_is(merge, tmp_path: Path):
+    assert merge("-o", "one").code == merge("-o", "two", "--device", "auto").code == 0
+    names = [path.name for path in (tmp_path / "one").iterdir()]
+    assert sorted(names) == sorted(path.name for path in (tmp_path / "two").iterdir())
+    if choose_device("auto").type == "cpu":
+        assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
 def test_an_existing_folder_is_replaced_by_force_alone(merge, tmp_path: Path):

@@ -353,3 +353,34 @@ def test_vectors_are_averaged_by_methods_on_singular_vectors():
     base, models = torch.zeros(2), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])]
     for name in ("tsv", "iso_c", "iso_cts"):
         assert merge(name, base, models, {"lambda": 0.5}).tolist() == [1.0, 1.0]
+
+
+# What is not finite ---------------------------------------------------------------------------
+
+ASLEEP = {  # parameters that give the first model no weight, and where a base has none, the base
+    "linear": {"weight": [0.0, 1.0]},
+    "task_arithmetic": {"weight": [0.0, 1.0]},
+    "slerp": {"t": 0.0},
+    "wise_ft": {"alpha": 0.0},
+    "passthrough": {"scale": 0.0},
+}
+
+
+def test_the_methods_that_spread_are_those_that_are_tested():
+    assert {name for name, method in METHODS.items() if method.spreads} == {*ASLEEP}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ASLEEP)
+def test_what_is_not_finite_shows_in_the_result_even_without_a_weight(
+    name: str, dtype: torch.dtype, value: float
+):
+    method = METHODS[name]
+    count = method.models[1] or 2
+    for ill in range(count + method.needs_base):
+        tensors = [torch.randn(5, 7).to(dtype) for _ in range(count + 1)]
+        tensors[ill][3, 2] = value
+        *models, base = tensors
+        merged = merge(name, base if method.needs_base else None, models, ASLEEP[name])
+        assert not merged[3, 2].isfinite()

@@ -130,6 +130,7 @@ _ELECTION = (
     Parameter("weigh", "before", choices=("before", "after")),
     Parameter("divisor", "weight", choices=("weight", "count")),
 )
+_SCOPE = Parameter("scope", "tensor", choices=("tensor", "model"))
 _ROUNDING = Parameter("rounding", "floor", choices=("floor", "ceil", "above"))
 _RESCALE_BY = Parameter("rescale_by", "norm", choices=("norm", "density"))
 _GAMMA = Parameter("gamma", 0.01, 0.0, 1.0)
@@ -155,16 +156,19 @@ def _method(
     ]
     per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
     apply = by_pieces(family.apply)
-    return Method(name, apply, family.survey, per_model, per_merge, needs_base=True)
+    spreads = family.sparsifier is None and not family.elects
+    return Method(
+        name, apply, family.survey, per_model, per_merge, needs_base=True, spreads=spreads
+    )
 
 
 METHODS = (
     _method("task_arithmetic", Family(None, False)),
-    _method("ties", Family(LARGEST, True), normalize=True, more=(_ROUNDING,)),
+    _method("ties", Family(LARGEST, True), normalize=True, more=(_SCOPE, _ROUNDING)),
     _method("dare_linear", Family(AT_RANDOM, False), rescale=True, more=(_RESCALE_BY,)),
     _method("dare_ties", Family(AT_RANDOM, True), rescale=True, more=(_RESCALE_BY,)),
     _method("della", Family(BY_RANK, True), True, True, (_EPSILON,), (_RESCALE_BY,)),
     _method("della_linear", Family(BY_RANK, False), False, True, (_EPSILON,), (_RESCALE_BY,)),
-    _method("breadcrumbs", Family(MIDDLE, False), own=(_GAMMA,)),
-    _method("breadcrumbs_ties", Family(MIDDLE, True), own=(_GAMMA,)),
+    _method("breadcrumbs", Family(MIDDLE, False), own=(_GAMMA,), more=(_SCOPE,)),
+    _method("breadcrumbs_ties", Family(MIDDLE, True), own=(_GAMMA,), more=(_SCOPE,)),
 )

@@ -13,6 +13,7 @@ from atlas_cli.core.methods.tiling import (
     add_up,
     all_pieces,
     by_pieces,
+    exact,
     rounded,
     square,
     sum_over,
@@ -103,7 +104,7 @@ def survey_karcher(tiles: Tiles, values: Values) -> list[float]:
         return [1.0]
     products = torch.zeros(count, count, dtype=torch.float64)
     for piece in all_pieces(tiles):
-        flat = [model.reshape(-1).double() for model in piece.models]
+        flat = [exact(model.reshape(-1)) for model in piece.models]
         for i in range(count):
             for j in range(i + 1):
                 products[i, j] += torch.dot(flat[i], flat[j]).cpu()
@@ -157,7 +158,7 @@ def karcher(tile: Tile, values: Values, coefficients: list[float]) -> torch.Tens
     merged = torch.zeros_like(first, dtype=wide(first.dtype))
     for model, coefficient in zip(tile.models, coefficients, strict=True):
         merged.add_(model, alpha=coefficient)
-    return merged.to(first.dtype)
+    return merged
 
 
 METHODS = (

@@ -12,7 +12,7 @@ from atlas_cli.core.methods.tiling import by_pieces, square, sum_over, wide
 
 
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-    """sum_t w_t theta_t / sum_t w_t, kept in float32; without the divisor if not `normalize`."""
+    """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
     first = tile.models[0]
     weights = torch.tensor([own["weight"] for own in values.models], dtype=wide(first.dtype))
     merged = torch.zeros_like(first, dtype=wide(first.dtype))
@@ -20,7 +20,7 @@ def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
         merged.add_(model, alpha=weight)
     if values.merge["normalize"] and (divisor := float(weights.sum())) != 1:
         merged.div_(divisor)
-    return merged.to(first.dtype)
+    return merged
 
 
 def passthrough(tile: Tile, values: Values, found: Any) -> torch.Tensor:
@@ -33,9 +33,7 @@ def wise_ft(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """(1 - alpha) theta_0 + alpha theta_1, in float32."""
     assert tile.base is not None
     work = wide(tile.base.dtype)
-    return (
-        tile.base.to(work).lerp(tile.models[0].to(work), values.merge["alpha"]).to(tile.base.dtype)
-    )
+    return tile.base.to(work).lerp(tile.models[0].to(work), values.merge["alpha"])
 
 
 def lines(tile: Tile, values: Values, found: Any) -> torch.Tensor:
@@ -76,18 +74,18 @@ def consensus(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     for delta, own in zip(deltas, values.models, strict=True):
         votes += delta.abs() > (whole - delta).abs_().mul_(own["threshold"])
     whole *= votes >= values.merge["agreement"]
-    return whole.mul_(values.merge["lambda"]).add_(tile.base).to(tile.base.dtype)
+    return whole.mul_(values.merge["lambda"]).add_(tile.base)
 
 
 def add_vectors(tile: Tile, coefficients: list[float]) -> torch.Tensor:
-    """theta_0 + sum_t c_t (theta_t - theta_0), in float32, written in the dtype of the base."""
+    """theta_0 + sum_t c_t (theta_t - theta_0), in float32."""
     assert tile.base is not None
     work = wide(tile.base.dtype)
     base = tile.base.to(work)
     merged = base.clone()
     for model, coefficient in zip(tile.models, coefficients, strict=True):
         merged.add_(model.to(work) - base, alpha=coefficient)
-    return merged.to(tile.base.dtype)
+    return merged
 
 
 _WEIGHT, _LAMBDA = Parameter("weight", None), Parameter("lambda", 1.0)
@@ -97,6 +95,7 @@ METHODS = (
         by_pieces(linear),
         per_model=(_WEIGHT,),
         per_merge=(Parameter("normalize", True),),
+        spreads=True,
         ignores_base=True,
     ),
     Method(
@@ -104,6 +103,7 @@ METHODS = (
         passthrough,
         per_model=(Parameter("scale", 1.0),),
         models=(1, 1),
+        spreads=True,
         ignores_base=True,
     ),
     Method(
@@ -112,6 +112,7 @@ METHODS = (
         per_merge=(Parameter("alpha", 0.5),),
         needs_base=True,
         models=(1, 1),
+        spreads=True,
     ),
     Method(
         "lines",

@@ -53,6 +53,7 @@ Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more
 class Method:
     """A way to merge. `survey` looks at the whole tensor, as often as it must, and may keep a few
     numbers; `apply` gives the merged values of one tile. `whole` methods get one tile per tensor.
+    `spreads`: an element that is not finite in an input is not finite in the result either.
     """
 
     name: str
@@ -63,5 +64,6 @@ class Method:
     needs_base: bool = False
     models: tuple[int, int | None] = (1, None)  # how many, not counting the base
     whole: bool = False
+    spreads: bool = False
     ignores_base: bool = False  # a base is one of the models, as linear has it
     fields: Mapping[str, Any] = field(default_factory=dict)

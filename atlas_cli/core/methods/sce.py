@@ -15,7 +15,7 @@ from atlas_cli.core.methods.election import Rules, merge_elected
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.selection import find_cuts
 from atlas_cli.core.methods.sparsify import EVERYTHING, NOTHING, delta_of
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, sum_over
+from atlas_cli.core.methods.tiling import all_pieces, by_pieces, exact, rounded, sum_over
 
 _TINY = 1e-6
 
@@ -30,12 +30,12 @@ class Shares:
 
 def variance(deltas: list[torch.Tensor]) -> torch.Tensor:
     """mean_t (d_t - mean d)^2, in float64 and then rounded as the tensors are."""
-    exact = [delta.double() for delta in deltas]
-    mean = sum(exact[1:], exact[0].clone()).div_(len(exact))
+    copies = [exact(delta) for delta in deltas]
+    mean = sum(copies[1:], copies[0].clone()).div_(len(copies))
     squares = torch.zeros_like(mean)
-    for delta in exact:
-        squares.add_(delta.sub_(mean).square_())
-    return rounded(squares.div_(len(exact)), deltas[0].dtype)
+    for copy in copies:
+        squares.add_((copy - mean).square_())
+    return rounded(squares.div_(len(copies)), deltas[0].dtype).to(deltas[0].device)
 
 
 def _deltas(tile: Tile, selected: Any) -> list[torch.Tensor]:

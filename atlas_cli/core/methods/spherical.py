@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
-from atlas_cli.core.methods.tiling import all_pieces, by_pieces, rounded, sum_over, total, wide
+from atlas_cli.core.methods.tiling import (
+    all_pieces,
+    by_pieces,
+    exact,
+    rounded,
+    sum_over,
+    total,
+    wide,
+)
 
 _EPS = 1e-8  # a norm that counts as zero
 _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
@@ -45,7 +53,7 @@ def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tenso
     assert tile.base is not None
     work = wide(tile.base.dtype)
     merged = tile.base.to(work, copy=True).mul_(found[0])
-    return merged.add_(tile.models[0].to(work, copy=True).mul_(found[1])).to(tile.base.dtype)
+    return merged.add_(tile.models[0].to(work, copy=True).mul_(found[1]))
 
 
 # nuslerp: in the dtype of the tensors throughout ------------------------------------------------
@@ -68,23 +76,24 @@ def _along(tile: Tile, values: Values) -> str:
 def _sum(values: torch.Tensor, along: str) -> torch.Tensor:
     if along == "all":
         return torch.tensor(total(values), dtype=torch.float64)
-    return values.sum(0, dtype=torch.float64)
+    return exact(values).sum(0)
 
 
 def survey_cosine(tiles: Tiles, values: Values) -> torch.Tensor | None:
     """<v_0 / |v_0|, v_1 / |v_1|>, unless a tile can tell by itself; one for each vector."""
     first = next(tiles())
     along, dtype = _along(first, values), first.models[0].dtype
+    device = first.models[0].device
     if along == "last":
         return None
     squares, products = [torch.zeros(()), torch.zeros(())], torch.zeros(())
     for piece in all_pieces(tiles):
         for i, vector in enumerate(vectors_of(piece)):
             squares[i] = squares[i] + _sum(vector.to(wide(dtype)).square(), along)
-    norms = [rounded(square.sqrt(), dtype) for square in squares]
+    norms = [rounded(square.sqrt(), dtype).to(device) for square in squares]
     for piece in all_pieces(tiles):
         products = products + _sum(_product(vectors_of(piece), norms), along)
-    return rounded(products, dtype)
+    return rounded(products, dtype).to(device)
 
 
 def _product(vectors: tuple[torch.Tensor, ...], norms: list[torch.Tensor]) -> torch.Tensor:
@@ -128,6 +137,7 @@ METHODS = (
         per_merge=(Parameter("t", None),),
         needs_base=True,
         models=(1, 1),
+        spreads=True,
     ),
     Method(
         "nuslerp",

@@ -12,7 +12,7 @@ import torch
 
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 
-PIECE = 1 << 16  # elements: a few arrays of them stay in the second-level cache
+PIECE = 1 << 17  # elements: a few arrays of them stay in the caches of a core
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 
@@ -41,20 +41,19 @@ def all_pieces(tiles: Tiles, times: int = 1) -> Iterator[Tile]:
 
 
 def by_pieces(formula: Formula) -> Formula:
-    """The same formula, applied to one piece of a tile after another."""
+    """The same formula, applied to one piece of a tile after another.
+
+    What it gives, which may be wider, is rounded to the dtype of the tensors.
+    """
 
     @wraps(formula)
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-        parts = pieces(tile)
-        first = formula(next(parts), values, found)
-        if first.numel() == tile.models[0].numel():
-            return first
-        result = first.new_empty(tile.models[0].shape)
-        flat, done = result.view(-1), first.numel()
-        flat[:done] = first.reshape(-1)
-        for part in parts:
-            flat[done : done + part.models[0].numel()] = formula(part, values, found).reshape(-1)
-            done += part.models[0].numel()
+        result = torch.empty_like(tile.models[0])
+        flat, done = result.view(-1), 0
+        for part in pieces(tile):
+            merged = formula(part, values, found).reshape(-1)
+            flat[done : done + len(merged)] = merged
+            done += len(merged)
         return result
 
     return apply
@@ -65,14 +64,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def exact(values: torch.Tensor) -> torch.Tensor:
+    """values, in float64; on the CPU if they are on a device that has no float64."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
 def total(values: torch.Tensor) -> float:
     """sum of all elements, in float64: rows in float32 first, the elements of a vector one by one.
 
     Tiles hold whole rows, so that the sum is the same however a tensor was cut, to 1e-15.
     """
     if values.ndim < 2:
-        return float(values.sum(dtype=torch.float64))
-    return float(values.flatten(1).sum(1, dtype=wide(values.dtype)).sum(dtype=torch.float64))
+        return float(exact(values).sum())
+    return float(exact(values.flatten(1).sum(1, dtype=wide(values.dtype))).sum())
 
 
 def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> torch.Tensor:
