@@ -79,7 +79,11 @@ def _ladder(sizes: torch.Tensor) -> torch.Tensor:
     ladder[:, 0] = -1
     inner = ladder[:, 1:-1]
     if sizes.is_cpu:
-        inner.copy_(sizes).numpy().sort(axis=1)  # numpy's is twenty times faster than torch's
+        # numpy's sort is twenty times faster than torch's, and that of four bytes eight times
+        # faster than that of two where the processor has no instructions for the latter.
+        wide = sizes.to(torch.int32 if sizes.element_size() == 2 else sizes.dtype, copy=True)
+        wide.numpy().sort(axis=1)
+        inner.copy_(wide)
     else:
         inner.copy_(sizes.sort(dim=1).values)
     return ladder
