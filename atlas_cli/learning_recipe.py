@@ -95,7 +95,7 @@ class TtaRecipe(LearnRecipe):
     threshold: str = "0.9:1"
     prior: str = "uniform"
     select: str = "guard"
-    epochs: int = 5
+    epochs: int = 4
     lr: float = 0.03
     batch_size: int = 64
     min_steps: int = 1

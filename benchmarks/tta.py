@@ -1,6 +1,7 @@
 """What adapting to unlabelled images buys on the built-in tasks, clean and made worse.
 
-    python benchmarks/tta.py [--work DIR] [--vectors DIR] [--images 200] [--seeds 0 1 2] [--brief]
+    python benchmarks/tta.py [--work DIR] [--vectors DIR] [--images 200] [--seeds 0 1 2]
+                             [--brief] [--show]
 
 Every task is the target once, with its own vector left out of the pool. A method sees the first
 images of the test split without labels, adapts to them, and is scored on the same images, as the
@@ -116,7 +117,7 @@ def jobs_of(seeds: list[int], images: int, brief: bool) -> Iterator[Job]:
                         yield Job(task, condition, method, seed, images)
 
 
-def results(jobs: Iterable[Job], work: Path, vectors: Path) -> list[Row]:
+def results(jobs: Iterable[Job], work: Path, vectors: Path, known_only: bool) -> list[Row]:
     """The rows of all jobs; those that were finished before are not worked out again."""
     path = work / "tta.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -125,6 +126,8 @@ def results(jobs: Iterable[Job], work: Path, vectors: Path) -> list[Row]:
     with path.open("a") as file:
         for job in jobs:
             row = known.get(tuple(asdict(job).values()))
+            if row is None and known_only:
+                continue
             if row is None:
                 row = score(job, work, vectors)
                 file.write(json.dumps(asdict(row)) + "\n")
@@ -191,14 +194,15 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--brief", action="store_true", help="fewer seeds, see above")
+    parser.add_argument("--show", action="store_true", help="only rows that are finished")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    if options.vectors is None:
+    if options.vectors is None and not options.show:
         few_shot.make_vectors(options.work)
         options.vectors = few_shot.vector_file(options.work, TARGETS[0], "fp32").parent
     jobs = list(jobs_of(options.seeds, options.images, options.brief))
-    rows = results(jobs, options.work, options.vectors)
+    rows = results(jobs, options.work, options.vectors, options.show)
     show(chosen(rows, condition="clean"), "clean images")
     show([row for row in rows if row.condition != "clean"], "images made worse")
     show_conditions(rows)

@@ -94,10 +94,11 @@ class Adapting(Command):
 
 def read_classes(text: str) -> list[str]:
     """Class names from a file with one per line, or from a,b,c."""
-    path = Path(text).expanduser()
     try:
-        found = path.read_text("utf-8").splitlines() if path.is_file() else text.split(",")
-    except (OSError, UnicodeDecodeError) as problem:
+        found = Path(text).expanduser().read_text("utf-8").splitlines()
+    except OSError:  # no such file, or no name that a file could have
+        found = text.split(",")
+    except UnicodeDecodeError as problem:
         raise UsageError(f"--classes {text}: cannot be read as UTF-8 text") from problem
     return [name.strip() for name in found if name.strip()]
 

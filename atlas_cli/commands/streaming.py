@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from atlas_cli.runs import Run
 
 _STDIN = "stdin"
+_INTERRUPTED = "interrupted"
 
 
 class Streaming(Adapting):
@@ -72,23 +75,35 @@ def _follow(ready: Prepared, folder: Run | None, *, quiet: bool) -> None:
     classes = ready.inputs.datasets[0].classes
     ended = "stdin ended"
     state = stream.state()
-    try:
-        for path in _paths():
-            output.write(_line(stream, path, classes) + "\n")
-            if stream.adapt() and folder:
-                folder.save(*stream.state())
-            state = stream.state()
-    except ClosedError:
-        ended = "the reader went away"
-    except KeyboardInterrupt:
-        ended = "interrupted"
-    if folder:
-        folder.save(*state)
-        _finish(ready, folder, stream.coefficients)
+    with _plain_interrupts():
+        try:
+            for path in _paths():
+                output.write(_line(stream, path, classes) + "\n")
+                if stream.adapt() and folder:
+                    folder.save(*stream.state())
+                state = stream.state()  # of a whole step, wherever an interrupt comes
+        except ClosedError:
+            ended = "the reader went away"
+        except KeyboardInterrupt:
+            ended = _INTERRUPTED
+        if folder:
+            folder.save(*state)
+            _finish(ready, folder, *state)
     if not quiet:
-        output.note(f"{ended} after {stream.seen} images; learned from {stream.learned_from}")
-    if ended == "interrupted":
+        seen, learned_from = state[1]["seen"], state[1]["learned_from"]
+        output.note(f"{ended} after {seen} images; learned from {learned_from}")
+    if ended == _INTERRUPTED:
         raise typer.Exit(130)
+
+
+@contextmanager
+def _plain_interrupts() -> Iterator[None]:
+    """An interrupt ends the wait for a path at once, and is not repeated while state is saved."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _paths() -> Iterator[str]:
@@ -107,11 +122,14 @@ def _line(stream: Stream, path: str, classes: tuple[str, ...]) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _finish(ready: Prepared, folder: Run, coefficients: torch.Tensor) -> None:
+def _finish(
+    ready: Prepared, folder: Run, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]
+) -> None:
+    coefficients = tensors["walker.coefficients"]
     recipe = learned_recipe(ready, coefficients, folder)
     if recipe is None:
         file = folder.keep_large(coefficients) if ready.large else None
         recipe = ready.learned(coefficients, file)
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
-    comment = f"Learned by atlas {__version__} from {ready.material.seen} images on stdin."
+    comment = f"Learned by atlas {__version__} from {facts['seen']} images on stdin."
     folder.finish(write_recipe(recipe, comment), table)

@@ -11,7 +11,7 @@ import torch
 _TRIES = 10
 _SCALE = (0.5, 1.0)  # share of the area that a crop keeps
 _RATIO = (3 / 4, 4 / 3)  # width over height of a crop
-MILD = (0.8, 1.0)  # the same for crops that keep what an image shows
+MILD = (0.9, 1.0)  # the same for crops that keep what an image shows
 _CONTRAST, _BRIGHTNESS, _NOISE = 0.3, 25.0, 12.0  # the most that other light changes, of 255
 _CUBIC = -0.5  # Pillow's bicubic filter
 
