@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from atlas_cli.errors import CheckpointError
 from atlas_cli.files import whole_file
@@ -156,9 +155,24 @@ def read_metadata(path: Path) -> dict[str, str]:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file. Its name appears only when it is complete."""
-    with whole_file(path) as temporary:
-        save_file(dict(tensors), temporary, {"format": "pt", **(metadata or {})})
+    """Write a safetensors file: the same bytes for the same tensors, whole or not at all."""
+    text = {"format": "pt", **(metadata or {})}
+    largest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        stream = TensorStream(file, _room(tensors, text))
+        for name in largest_first:
+            stream.add(name, tensors[name])
+        stream.finish(text)
+
+
+def _room(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
+    """Bytes that the header of these tensors does not exceed."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    entries = {
+        name: {"dtype": WORDS[t.dtype], "shape": list(t.shape), "data_offsets": [total, total]}
+        for name, t in tensors.items()
+    }
+    return len(header_text(entries, metadata))
 
 
 class TensorStream:

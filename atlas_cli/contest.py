@@ -11,12 +11,11 @@ import torch
 from atlas_cli.core.methods.method import Tile, Values
 from atlas_cli.core.methods.registry import METHODS as FORMULAS
 from atlas_cli.core.storage import decode
-from atlas_cli.errors import UsageError, nearest
 from atlas_cli.learning import Prepared, Setting, own_vector
 from atlas_cli.learning_recipe import parse_individual
 from atlas_cli.method_table import METHODS
 from atlas_cli.selection import choose, stages
-from atlas_cli.settings import depths_of
+from atlas_cli.settings import depths_of, parse_merge
 from atlas_cli.streams import score
 
 # What a method is given where its own default is none, or mergekit's rather than its paper's.
@@ -32,7 +31,6 @@ _USUAL: dict[str, dict[str, float]] = {
     "breadcrumbs_ties": {"weight": 0.3, "density": 0.85},
     "lines": {"weight": 1.0, "alpha": 0.1, "beta": 0.5},
 }
-_UNUSABLE = {"atlas", "passthrough", "slerp", "nuslerp", "wise_ft"}  # not for any number of models
 
 
 def contest(
@@ -41,7 +39,10 @@ def contest(
     scales: Iterable[torch.Tensor],
     merges: Sequence[str],
 ) -> dict[str, list[float]]:
-    """The accuracy on every task, by method: zero-shot, search, what was learned, and merges."""
+    """The accuracy on every task, by method: zero-shot, search, what was learned, and merges.
+
+    Nothing is searched if there are no scales.
+    """
     setting, material = ready.setting, ready.material
     recipe = ready.inputs.recipe
     (whole,) = stages("same", setting.tasks, recipe.seed)
@@ -49,7 +50,8 @@ def contest(
     if recipe.method == "search":
         tables["search"] = coefficients
     else:
-        tables["search"] = choose(material, whole, scales).coefficients
+        if searched := list(scales):
+            tables["search"] = choose(material, whole, searched).coefficients
         tables[recipe.method] = coefficients
     found = {name: _accuracies(setting, table) for name, table in tables.items()}
     for text in merges:
@@ -91,27 +93,6 @@ def _measured(setting: Setting) -> list[float]:
 
 
 # Merges ---------------------------------------------------------------------------------------
-
-
-def parse_merge(text: str) -> tuple[str, dict[str, float]]:
-    """A method and its parameters from text such as ties or iso_c:lambda=1.5,weight=1."""
-    method, _, rest = text.partition(":")
-    usable = [name for name in METHODS if name not in _UNUSABLE]
-    if method not in usable:
-        hint = nearest(method, usable)
-        raise UsageError(f"--compare {text}: expected one of {', '.join(usable)}{hint}")
-    knobs = {**METHODS[method].per_model, **METHODS[method].per_merge}
-    given: dict[str, float] = {}
-    for item in filter(None, rest.split(",")):
-        key, _, value = item.partition("=")
-        try:
-            given[key] = float(value)
-        except ValueError as problem:
-            raise UsageError(f"--compare {text}: '{item}' is not KEY=NUMBER") from problem
-        if key not in knobs:
-            hint = nearest(key, knobs)
-            raise UsageError(f"--compare {text}: {method} has no parameter '{key}'{hint}")
-    return method, given
 
 
 def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, torch.Tensor]:

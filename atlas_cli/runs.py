@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from atlas_cli.files import write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE = "recipe.yaml"
+TRIMMED = "trimmed"  # vectors that were made for the run
 _RESULTS = (
     *(_STATE, _METRICS, _RECIPE),
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
@@ -124,7 +126,8 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise AtlasError(f"{folder}: is a file")
     begun = (folder / _CONFIG).exists()
-    if folder.exists() and any(folder.iterdir()) and not begun:
+    others = [path for path in folder.iterdir() if path.name != TRIMMED] if folder.exists() else []
+    if others and not begun:
         raise AtlasError(f"{folder}: is not empty, and holds no run")
     if begun and not (resume or force):
         raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
@@ -132,6 +135,22 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
         raise AtlasError(f"{folder.parent}: no such folder")
     if not os.access(folder if folder.exists() else folder.absolute().parent, os.W_OK):
         raise AtlasError(f"{folder}: cannot be written")
+
+
+@contextmanager
+def trimmed_folder(folder: Path) -> Iterator[Path]:
+    """Where trimmed vectors of a run go. If the run fails, what was made here is removed."""
+    target = folder / TRIMMED
+    made = [path for path in (target, folder) if not path.exists()]
+    try:
+        yield target
+    except AtlasError:
+        for path in made:
+            if path == target:
+                shutil.rmtree(target, ignore_errors=True)
+            elif path.exists() and not any(path.iterdir()):
+                path.rmdir()
+        raise
 
 
 def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from atlas_cli.errors import nearest
-from atlas_cli.method_table import Knob, Knobs
+from atlas_cli.errors import UsageError, nearest
+from atlas_cli.method_table import METHODS, Knob, Knobs
 
 Scalar = float | bool | str
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -152,3 +152,29 @@ def count_layers(names: Iterable[str]) -> int:
     """The number of layers of the longest stack."""
     matches = (_LAYER.search(name) for name in names)
     return max((int(match[1]) + 1 for match in matches if match), default=0)
+
+
+# Methods on a command line ---------------------------------------------------------------------
+
+_UNUSABLE = {"atlas", "passthrough", "slerp", "nuslerp", "wise_ft"}  # not for any number of models
+
+
+def parse_merge(text: str) -> tuple[str, dict[str, float]]:
+    """A method and its parameters from text such as ties or iso_c:lambda=1.5,weight=1."""
+    method, _, rest = text.partition(":")
+    usable = [name for name in METHODS if name not in _UNUSABLE]
+    if method not in usable:
+        hint = nearest(method, usable)
+        raise UsageError(f"--compare {text}: expected one of {', '.join(usable)}{hint}")
+    knobs = {**METHODS[method].per_model, **METHODS[method].per_merge}
+    given: dict[str, float] = {}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        try:
+            given[key] = float(value)
+        except ValueError as problem:
+            raise UsageError(f"--compare {text}: '{item}' is not KEY=NUMBER") from problem
+        if key not in knobs:
+            hint = nearest(key, knobs)
+            raise UsageError(f"--compare {text}: {method} has no parameter '{key}'{hint}")
+    return method, given

@@ -27,19 +27,20 @@ import build_tiny
 import storage
 import torch
 import torch.nn.functional as F
-from atlas_cli.few_shot import check
 
 from atlas_cli.bases import open_base
 from atlas_cli.builtin import TASKS
 from atlas_cli.core.storage import Form
 from atlas_cli.data import few_shot, open_dataset
 from atlas_cli.extract import Options, extract_to
-from atlas_cli.fit import Inputs, prepared
+from atlas_cli.fit import fit
+from atlas_cli.learning import Inputs, Prepared, prepared
+from atlas_cli.learning_recipe import FitRecipe
 from atlas_cli.models import Opening
 from atlas_cli.pixels import Pixels
-from atlas_cli.recipe import FitRecipe
-from atlas_cli.selection import Material, begin, learn, settle
+from atlas_cli.selection import begin, learn, settle
 from atlas_cli.sources import locate, parse_reference
+from atlas_cli.streams import score as score_images
 
 CONTROL = "everything"
 TARGETS = [task for task in TASKS if task != CONTROL]
@@ -112,22 +113,22 @@ def score(job: Job, work: Path) -> Row:
     dataset = few_shot(open_dataset(recipe.data, split="train"), job.shots, job.seed)
     opening = Opening(device="cpu")
     source = locate(parse_reference(recipe.model))
-    inputs = Inputs(recipe, source, tuple(others), dataset, None, opening, 1)
-    with prepared(inputs, print) as ready:
-        material = ready.material
-        test = Pixels(open_dataset(recipe.data, split="test"), material.pixels.view, 2**30)
+    inputs = Inputs("fit", recipe, source, tuple(others), (dataset,), (), opening, 1)
+    with prepared(inputs, fit, print) as ready:
+        setting = ready.setting
+        test = Pixels(open_dataset(recipe.data, split="test"), setting.tasks[0].view, 2**30)
         if job.method == "linear probe":
-            accuracy = probe(material, test)
+            accuracy = probe(ready, test)
         else:
-            material.tower.load(coefficients(job.method, material, ready.plan))
+            setting.tower.load(coefficients(job.method, ready))
             images = range(len(test.dataset.samples))
-            accuracy = check(material.tower, test, images, material.head).accuracy
+            accuracy = score_images(setting.tower, test, images, setting.heads[0]).accuracy
     return Row(**asdict(job), accuracy=round(100 * accuracy, 4))
 
 
-def coefficients(method: str, material: Material, plan: list) -> torch.Tensor:
+def coefficients(method: str, ready: Prepared) -> torch.Tensor:
     """What each method finds from the shots."""
-    zero = torch.zeros(material.tower.composition.shape)
+    material, plan, zero = ready.material, ready.plan, ready.setting.table()
     if method == "zero-shot":
         return zero
     if method == "uniform scale":
@@ -138,23 +139,24 @@ def coefficients(method: str, material: Material, plan: list) -> torch.Tensor:
     return settle(material, plan, last).coefficients
 
 
-def probe(material: Material, test: Pixels) -> float:
+def probe(ready: Prepared, test: Pixels) -> float:
     """Logistic regression on frozen, normalised features, from the zero-shot head and drawn to it.
 
     Full-batch AdamW, 300 steps. Rate and pull were the best of nine on the test splits of seed 0
     at 2 and 16 shots (without the pull, or from nothing, it does worse): this baseline is
     given more than the others.
     """
-    material.tower.load(torch.zeros(material.tower.composition.shape))
+    tower, shots, zero_shot = ready.setting.tower, ready.setting.tasks[0], ready.setting.heads[0]
+    tower.load(ready.setting.table())
     features = {}
-    for name, pixels in (("shots", material.pixels), ("test", test)):
+    for name, pixels in (("shots", shots), ("test", test)):
         images = pixels.fixed(range(len(pixels.dataset.samples)))
-        features[name] = F.normalize(material.tower.features(images), dim=-1)
-    head, labels = material.head.clone().requires_grad_(), material.pixels.labels
+        features[name] = F.normalize(tower.features(images), dim=-1)
+    head, labels = zero_shot.clone().requires_grad_(), shots.labels
     optimizer = torch.optim.AdamW([head], weight_decay=0.0)
     for step in range(300):
         optimizer.param_groups[0]["lr"] = build_tiny.cosine(step, 300, 0)
-        pull = 0.01 * (head - material.head).square().sum() / len(labels)
+        pull = 0.01 * (head - zero_shot).square().sum() / len(labels)
         loss = F.cross_entropy(features["shots"] @ head.T, labels) + pull
         optimizer.zero_grad()
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,14 @@ from test_lora import adapt, clip, small_config
 from atlas_cli import layouts
 from atlas_cli.core.blocks import by_block
 from atlas_cli.core.compose import Composition, compose
+from atlas_cli.core.descent import Descender
+from atlas_cli.core.objectives import entropy, logits_of
 from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.differences import Choice
+from atlas_cli.learn import descend
+from atlas_cli.learning import training_of
+from atlas_cli.learning_recipe import AddRecipe, learning_recipe, parse_clamp
 from atlas_cli.models import Blueprint, build, fill, read_tensors
 from atlas_cli.pools import compose_pool, open_pool
 from atlas_cli.sources import locate, parse_reference
@@ -148,6 +154,70 @@ def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(b
     assert relative(table, coefficients) > 0.01  # it went somewhere
     assert relative(table, theirs.merge_weight.detach()) < 1e-5
     theirs.merge_weight.data.copy_(coefficients)
+
+
+@dataclasses.dataclass
+class Fixed:
+    """Two tasks whose images are the same in every step."""
+
+    images: tuple[torch.Tensor, ...]
+    heads: tuple[torch.Tensor, ...]
+    steps: int = 5
+    epoch_steps: int = 5
+
+    def batches(self, step: int):
+        def loss_of(features: torch.Tensor) -> torch.Tensor:
+            pieces = features.split([len(some) for some in self.images])
+            return sum(entropy(logits_of(p, h)) for p, h in zip(pieces, self.heads, strict=True))
+
+        yield torch.cat(self.images), loss_of
+
+    def accuracy(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.2])
+def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: Pooled, rate: float):
+    """Five steps; at the higher rate coefficients reach both bounds.
+
+    The bias of keys changes no attention: Adam makes steps of the rounding of a gradient that is
+    zero, which is another for them.
+    """
+    from fusion_bench.method.adamerging.entropy_loss import entropy_loss
+
+    theirs, ours, coefficients = both
+    tasks = Fixed(
+        (random((5, 3, 32, 32), 3), random((3, 3, 32, 32), 4)),
+        tuple(20 * random((n, base(IMAGES).shape[1]), n) for n in (4, 7)),
+    )
+    keys = {"model": "m", "vectors": ["v"], "data": ["a"], "objective": "entropy", "lr": rate}
+    recipe = learning_recipe(AddRecipe, keys)
+    descent = training_of(recipe, parse_clamp(recipe.clamp)).descent
+    descender = Descender(torch.full(ours.shape, recipe.init), tasks.steps, descent)
+    for _ in descend(Tower(base, ours), descender, tasks):
+        pass
+
+    theirs.clamp_weights = True
+    theirs.merge_weight.data.fill_(0.3)
+    optimizer = torch.optim.Adam([theirs.merge_weight], lr=rate)
+    for _ in range(5):
+        theirs.merge_weights()
+        losses = (
+            entropy_loss(logits_of(theirs(some), head))
+            for some, head in zip(tasks.images, tasks.heads, strict=True)
+        )
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    wanted = theirs.merge_weight.detach().clamp(0, 1)
+    theirs.clamp_weights = False
+    theirs.merge_weight.data.copy_(coefficients)
+    free = torch.tensor(["k_proj.bias" not in label for label in ours.layout.labels])
+    assert relative(descender.values[:, free], wanted[:, free]) < (1e-5 if rate < 0.1 else 1e-4)
+    if rate > 0.1:
+        assert {0.0, 1.0} <= set(wanted.flatten().tolist())
+    else:
+        assert (wanted != 0.3).float().mean() > 0.9
 
 
 # PEFT -----------------------------------------------------------------------------------------

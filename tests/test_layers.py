@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"headers", "vectors"},
         {"torch"},
     ),
+    "trim": ({"checkpoint", "core", "errors", "headers", "vectors"}, {"torch"}),
     "workers": (set(), {"torch"}),
     "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
@@ -126,7 +127,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
-        | {"online", "resuming", "runs", "selection", "tta", "tuned"}
+        | {"online", "resuming", "runs", "selection", "settings", "trim", "tta", "tuned"}
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}

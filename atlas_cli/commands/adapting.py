@@ -62,7 +62,7 @@ class Adapting(Command):
             ready, verdict, folder
         )
 
-    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """What the images look like to the model before and after, and which rule decided."""
         before, after = verdict.before, verdict.after
         assert before is not None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas_cli.commands.learning import Command, Result, facts_of, open_labelled, source_of
@@ -12,11 +15,12 @@ from atlas_cli.commands.output import percent
 from atlas_cli.data import Dataset
 from atlas_cli.errors import UsageError
 from atlas_cli.learning_recipe import AddRecipe, parse_individual
+from atlas_cli.settings import parse_merge
 
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.learning import Lesson, Prepared
+    from atlas_cli.learning import Inputs, Lesson, Prepared
     from atlas_cli.selection import Verdict
 
 
@@ -31,6 +35,8 @@ class Adding(Command):
 
     def open_data(self, recipe: AddRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
         """The tasks. Raises UsageError if an accuracy is given for another."""
+        for text in self.compare:
+            parse_merge(text)
         datasets = tuple(open_labelled(recipe, name, ("val", "train")) for name in recipe.data)
         names = [dataset.name for dataset in datasets]
         if len(set(names)) < len(names):
@@ -47,25 +53,45 @@ class Adding(Command):
 
         return add
 
+    @contextmanager
+    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+        """Trimmed vectors, if that is asked for."""
+        if inputs.recipe.ties is None:
+            yield inputs
+            return
+        if folder is None:
+            raise UsageError("--ties writes the trimmed vectors into the run's folder; use -o DIR")
+
+        from atlas_cli.runs import trimmed_folder
+        from atlas_cli.trim import trim
+
+        with trimmed_folder(folder) as target:
+            paths = trim(inputs.vectors, inputs.recipe.ties, target)
+            yield dataclasses.replace(inputs, vectors=tuple(paths))
+
+    def check(self, ready: Prepared) -> None:
+        """For the disentanglement, every task needs a vector of its own."""
+        if self.disentanglement:
+            _own_vectors(ready)
+
     def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
         """Uniform scales, if that is the method."""
         from atlas_cli.add import scales
 
         return scales(ready.setting) if ready.inputs.recipe.method == "search" else None
 
-    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """Every task: zero-shot, the best uniform scale, learned, merges, and its own model."""
         from atlas_cli.add import scales
         from atlas_cli.contest import contest, individual
 
         recipe = ready.inputs.recipe
         names = [dataset.name for dataset in ready.inputs.datasets]
-        scores = contest(ready, verdict.coefficients, scales(ready.setting), self.compare)
+        others = ((), ()) if brief else (scales(ready.setting), self.compare)
+        scores = contest(ready, verdict.coefficients, *others)
         own = individual(ready)
-        rows = [
-            _row(method, names, found, own)
-            for method, found in {**scores, "individual": own}.items()
-        ]
+        rows = [_row(method, names, found, own) for method, found in scores.items()]
+        rows.append(_row("individual", names, own, own))
         before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", recipe.method))
         comment = (
             f"{source_of(ready)}\nMean accuracy on these images: zero-shot {percent(before)}, "
@@ -80,7 +106,7 @@ class Adding(Command):
         notes = []
         if not verdict.improved:
             notes.append("nothing beat zero-shot: all coefficients are 0")
-        if self.disentanglement:
+        if self.disentanglement and not brief:
             facts["disentanglement"], note = _pairs(ready, verdict)
             notes.append(note)
         return Result(comment, tuple(notes), {**facts, **facts_of(ready, verdict)}, rows)
@@ -106,19 +132,25 @@ def _row(
 
 def _pairs(ready: Prepared, verdict: Verdict) -> tuple[Mapping[str, Mapping[str, float]], str]:
     from atlas_cli.add import disentanglement
-    from atlas_cli.learning import own_vector
 
-    datasets = ready.inputs.datasets
-    own = [own_vector(ready.pool, dataset) for dataset in datasets]
-    for dataset, number in zip(datasets, own, strict=True):
-        if number is None:
-            raise UsageError(f"--disentanglement: no vector has the name of {dataset.name}")
-    numbers = [number for number in own if number is not None]
-    found = disentanglement(ready.setting, verdict.coefficients, numbers)
-    names = [dataset.name for dataset in datasets]
+    found = disentanglement(ready.setting, verdict.coefficients, _own_vectors(ready))
+    names = [dataset.name for dataset in ready.inputs.datasets]
     table = {
         name: dict(zip(names, row, strict=True)) for name, row in zip(names, found, strict=True)
     }
     others = [value for a, row in table.items() for b, value in row.items() if a != b]
     mean = statistics.fmean(others) if others else 0.0
     return table, f"disentanglement error, mean over pairs of tasks: {percent(mean)} %"
+
+
+def _own_vectors(ready: Prepared) -> list[int]:
+    """The number of each task's own vector. Raises UsageError if one has none."""
+    from atlas_cli.learning import own_vector
+
+    found = []
+    for dataset in ready.inputs.datasets:
+        number = own_vector(ready.pool, dataset)
+        if number is None:
+            raise UsageError(f"--disentanglement: no vector has the name of {dataset.name}")
+        found.append(number)
+    return found

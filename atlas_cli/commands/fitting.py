@@ -44,7 +44,7 @@ class Fitting(Command):
 
         return fit
 
-    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """The accuracy before and after."""
         assert verdict.before is not None
         assert verdict.after is not None

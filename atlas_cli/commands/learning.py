@@ -64,6 +64,14 @@ class Command(ABC):
     def lesson(self) -> Lesson:
         """What makes the objective; asked for once torch may be imported."""
 
+    @contextmanager
+    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+        """The inputs with other vectors, written into the run's folder, if some have to be made."""
+        yield inputs
+
+    def check(self, ready: Prepared) -> None:  # noqa: B027 (most have nothing to check)
+        """Raise UsageError if what is asked for cannot be done with what was opened."""
+
     def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
         """The tables to search through, if nothing is learned by descent."""
         return None
@@ -74,8 +82,8 @@ class Command(ABC):
         return ready.learned(verdict.coefficients, file)
 
     @abstractmethod
-    def result(self, ready: Prepared, verdict: Verdict) -> Result:
-        """What came out."""
+    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+        """What came out; in brief, since someone waits, only what takes no time."""
 
 
 def run(command: Command, data: Sequence[str], flags: Mapping[str, Any], wishes: Wishes) -> None:
@@ -90,7 +98,11 @@ def run(command: Command, data: Sequence[str], flags: Mapping[str, Any], wishes:
 
     if wishes.folder:
         check_folder(wishes.folder, resume=wishes.resume, force=wishes.force)
-    with prepared(inputs, command.lesson(), output.warn) as ready:
+    with (
+        command.vectors_made(inputs, wishes.folder) as given,
+        prepared(given, command.lesson(), output.warn) as ready,
+    ):
+        command.check(ready)
         if not wishes.quiet:
             _say_plan(ready)
         text, result, stopped = _learn(command, ready, wishes)
@@ -217,7 +229,7 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
             else:
                 moment = _go(command, ready, folder, wishes, stop)
                 verdict = settle(ready.material, ready.plan, moment)
-        result = command.result(ready, verdict)
+        result = command.result(ready, verdict, brief=bool(stop))
         return _write(command, ready, folder, verdict, result), result, bool(stop)
     except AtlasError:
         if folder:

@@ -10,6 +10,7 @@ from atlas_cli.commands.learning import Command, Result, facts_of, open_labelled
 from atlas_cli.commands.output import percent
 from atlas_cli.data import Dataset
 from atlas_cli.learning_recipe import NegateRecipe
+from atlas_cli.settings import parse_merge
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,8 @@ class Negating(Command):
 
     def open_data(self, recipe: NegateRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
         """The targets, and the control last."""
+        for text in self.compare:
+            parse_merge(text)
         names = [*recipe.data, recipe.control]
         return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
 
@@ -43,13 +46,14 @@ class Negating(Command):
 
         return scales(ready.setting) if ready.inputs.recipe.method == "search" else None
 
-    def result(self, ready: Prepared, verdict: Verdict) -> Result:
+    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """Targets and control: before, with the best uniform scale, learned, and as merged."""
         from atlas_cli.contest import contest
         from atlas_cli.negate import scales
 
         recipe = ready.inputs.recipe
-        scores = contest(ready, verdict.coefficients, scales(ready.setting), self.compare)
+        others = ((), ()) if brief else (scales(ready.setting), self.compare)
+        scores = contest(ready, verdict.coefficients, *others)
         before, after = scores["zero-shot"], scores[recipe.method]
         names = [f"target {dataset.name}" for dataset in ready.inputs.datasets[:-1]]
         names.append(f"control {ready.inputs.datasets[-1].name}")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.objectives import cross_entropy, logits_of, penalty
+from atlas_cli.core.objectives import FORGET, cross_entropy, entropy, logits_of, penalty
 
 # Columns of length 5 and 0 in the second norm, 7 and 0 in the first.
 TABLE = torch.tensor([[3.0, 0.0], [-4.0, 0.0]])
@@ -87,3 +87,61 @@ def test_a_penalty_ignores_signs_and_grows_with_the_table(order: int):
     table = random_table(2)
     assert penalty(-table, order).item() == penalty(table, order).item()
     assert penalty(3 * table, order).item() == pytest.approx(3 * penalty(table, order).item())
+
+
+# Entropy and forgetting ------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+LABELS = torch.tensor([0, 2, 1])
+
+
+def by_hand(name: str, logits: list[list[float]], labels: list[int]) -> float:
+    """The objectives, one image and one class after the other."""
+    total = 0.0
+    for row, label in zip(logits, labels, strict=True):
+        weights = [math.exp(value) for value in row]
+        chances = [weight / sum(weights) for weight in weights]
+        total += {
+            "entropy": -sum(p * math.log(p) for p in chances),
+            "ascent": math.log(chances[label]),
+            "unlikelihood": -math.log(1 - chances[label]),
+            "uniform": sum(math.log(1 / len(row) / p) for p in chances) / len(row),
+        }[name]
+    return total / len(logits)
+
+
+@pytest.mark.parametrize("name", ["entropy", *FORGET])
+def test_an_objective_and_its_gradient_are_those_of_a_loop(name: str):
+    objective = {"entropy": entropy, **FORGET}[name]
+    logits = LOGITS.clone().requires_grad_()
+    loss = objective(logits, LABELS)
+    assert loss.item() == pytest.approx(by_hand(name, LOGITS.tolist(), LABELS.tolist()), rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    step = 1e-6
+    for image in range(3):
+        for label in range(3):
+            moved = [LOGITS.tolist(), LOGITS.tolist()]
+            moved[0][image][label] += step
+            moved[1][image][label] -= step
+            up, down = (by_hand(name, some, LABELS.tolist()) for some in moved)
+            found = gradient[image, label].item()
+            assert found == pytest.approx((up - down) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("name", ["unlikelihood", "uniform"])
+def test_a_bounded_objective_of_forgetting_is_never_below_zero(name: str):
+    random = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(200, 4, generator=random)
+    labels = torch.randint(4, (200,), generator=random)
+    assert FORGET[name](logits, labels).item() >= 0
+    assert FORGET[name](torch.zeros(2, 4), torch.tensor([0, 1])).item() >= 0
+
+
+def test_what_is_certainly_right_is_forgotten_with_a_finite_gradient():
+    """Where the chance of the right class rounds to one, one minus it would be zero."""
+    logits = torch.tensor([[200.0, 0.0, 0.0]], requires_grad=True)
+    loss = FORGET["unlikelihood"](logits, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(200 - math.log(2))
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0] > 0.9

@@ -1,4 +1,4 @@
-"""atlas fit: what it prints and writes, what it refuses, and how it stops and goes on."""
+"""fit, negate and add: what they print and write, refuse, and how they stop and go on."""
 
 from __future__ import annotations
 
@@ -48,23 +48,36 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "v").mkdir()
     assert main(["extract", str(base), *folders, "-o", str(root / "v"), "--quiet"]) == 0
     write_shots(root / "shots", 4)
+    write_shots(root / "tasks" / "birds", 3, seed=1)
+    write_shots(root / "tasks" / "cars", 5, seed=2)
+    write_shots(root / "control", 2, seed=3, turn=1)  # what is a cat here is a dog there
     return root
 
 
-def write_shots(folder: Path, count: int, seed: int = 0) -> Path:
+def write_shots(folder: Path, count: int, seed: int = 0, turn: int = 0) -> Path:
     """Images of three classes: noise, brighter in another channel for each class."""
     random = np.random.default_rng(seed)
     for channel, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
         for number in range(count):
             pixels = random.integers(0, 160, (40, 48, 3), dtype=np.uint8)
-            pixels[..., channel] += 90
+            pixels[..., (channel + turn) % 3] += 90
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
     return folder
 
 
-def arguments(world: Path, *more: str | Path) -> list[str]:
-    given = ["fit", world / "shots", "--model", world / "base", "--vectors", world / "v"]
+COMMANDS = {
+    "fit": ["shots"],
+    "negate": ["tasks/cars", "--control", "control", "--keep", "0.1", "--lr", "0.5"],
+    "add": ["tasks/birds", "tasks/cars"],
+}
+EVERY = pytest.mark.parametrize("command", COMMANDS)
+
+
+def arguments(world: Path, *more: str | Path, command: str = "fit") -> list[str]:
+    """A command line that learns something quickly."""
+    data = [str(world / w) if (world / w).exists() else w for w in COMMANDS[command]]
+    given = [command, *data, "--model", world / "base", "--vectors", world / "v"]
     return [str(argument) for argument in (*given, *QUICK, *more)]
 
 
@@ -77,9 +90,12 @@ def start(*given: str | Path) -> subprocess.Popen[str]:
 # What comes out -------------------------------------------------------------------------------
 
 
-def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(call, world, tmp_path):
+@EVERY
+def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(
+    call, world, tmp_path, command: str
+):
     run = tmp_path / "run"
-    result = call(*arguments(world, "-o", run))
+    result = call(*arguments(world, "-o", run, command=command))
     assert result.code == 0, result.err
     recipe = yaml.safe_load(result.out)
     assert result.out == (run / "recipe.yaml").read_text()
@@ -90,7 +106,8 @@ def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(call, world
     names = set(load_file(world / "v" / "birds.safetensors"))
     assert set(recipe["coefficients"]["birds"]) == names
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["number"] for row in rows] == [1, 2, 3, 4]
+    assert [row["number"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) == {"fit": 4, "negate": 10, "add": 10}[command]
     assert {"loss", "accuracy", "rate", "epoch", "stage"} <= rows[0].keys()
     config = json.loads((run / "config.json").read_text())
     assert config["recipe"]["seed"] == 0
@@ -139,15 +156,18 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     assert table.abs().max() > 0.5
 
 
-def test_the_same_seed_gives_the_same_bytes_with_one_thread_and_with_two(run, world, tmp_path):
+@EVERY
+def test_the_same_seed_gives_the_same_bytes_with_one_thread_and_with_two(
+    run, world, tmp_path, command: str
+):
     results = []
     for number, threads in enumerate(("1", "1", "2")):
         folder = tmp_path / str(number)
-        results.append(run(*arguments(world, "-o", folder, "--threads", threads)))
+        results.append(run(*arguments(world, "-o", folder, "--threads", threads, command=command)))
     assert len({result.out for result in results}) == 1
     for name in ("metrics.jsonl", "config.json", "coefficients.json"):
         assert len({(tmp_path / str(n) / name).read_bytes() for n in range(3)}) == 1
-    other = run(*arguments(world, "--seed", "1"))
+    other = run(*arguments(world, "--seed", "1", command=command))
     assert other.out != results[0].out
 
 
@@ -262,8 +282,10 @@ def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
     return killed
 
 
-def check_resumed(run: Callable[..., Result], world: Path, tmp_path: Path, times: int) -> None:
-    given = arguments(world, *LONG, "--epochs", str(20 + 12 * times))
+def check_resumed(
+    run: Callable[..., Result], world: Path, tmp_path: Path, times: int, command: str
+) -> None:
+    given = arguments(world, *LONG, "--epochs", str(20 + 12 * times), command=command)
     assert kill_and_resume(given, tmp_path / "killed", times) == times
     resumed = run(*given, "-o", tmp_path / "killed", "--resume")
     whole = run(*given, "-o", tmp_path / "whole")
@@ -278,18 +300,24 @@ def check_resumed(run: Callable[..., Result], world: Path, tmp_path: Path, times
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_killed_run_goes_on_to_the_same_coefficients(run, world, tmp_path):
-    check_resumed(run, world, tmp_path, 3)
+@pytest.mark.parametrize(("command", "times"), [("fit", 3), ("negate", 1), ("add", 1)])
+def test_a_killed_run_goes_on_to_the_same_coefficients(
+    run, world, tmp_path, command: str, times: int
+):
+    check_resumed(run, world, tmp_path, times, command)
 
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_comes_to_the_same_coefficients(run, world, tmp_path):
-    check_resumed(run, world, tmp_path, 20)
+    check_resumed(run, world, tmp_path, 20, "fit")
 
 
-def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(run, world, tmp_path):
+@EVERY
+def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(
+    run, world, tmp_path, command: str
+):
     folder = tmp_path / "run"
-    process = start(*arguments(world, *LONG, "--epochs", "400", "-o", folder))
+    process = start(*arguments(world, *LONG, "--epochs", "400", "-o", folder, command=command))
     while not (folder / "state.safetensors").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -304,17 +332,18 @@ def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(run, world,
     assert 0 < steps < 4000
 
 
-def test_a_finished_run_is_neither_overwritten_nor_mixed_up(call, world, tmp_path):
+@EVERY
+def test_a_finished_run_is_neither_overwritten_nor_mixed_up(call, world, tmp_path, command: str):
     folder = tmp_path / "run"
-    first = call(*arguments(world, "-o", folder))
-    again = call(*arguments(world, "-o", folder))
+    first = call(*arguments(world, "-o", folder, command=command))
+    again = call(*arguments(world, "-o", folder, command=command))
     assert (again.code, again.out) == (1, "")
     assert "--resume goes on with it, --force starts anew" in again.err
-    assert call(*arguments(world, "-o", folder, "--resume")).out == first.out
-    other = call(*arguments(world, "-o", folder, "--resume", "--lr", "0.2"))
+    assert call(*arguments(world, "-o", folder, "--resume", command=command)).out == first.out
+    other = call(*arguments(world, "-o", folder, "--resume", "--lr", "0.2", command=command))
     assert other.code == 2
     assert "was begun with recipe.lr 0.1, not 0.2" in other.err
-    forced = call(*arguments(world, "-o", folder, "--force", "--lr", "0.2"))
+    forced = call(*arguments(world, "-o", folder, "--force", "--lr", "0.2", command=command))
     assert forced.code == 0
     assert forced.out != first.out
 
@@ -373,7 +402,7 @@ MISTAKES = {
     "one class": (one_class, 1, "has one class only"),
     "no labels": (unlabelled, 1, "has no labels"),
     "broken image": (broken_image, 1, "cat/0.png: cannot be decoded"),
-    "too few": (fixed("--shots", "9"), 1, "class 'cat' has 4 images, fewer than 9"),
+    "too few": (fixed("--shots", "9"), 1, "images, fewer than 9"),
     "shots": (fixed("--shots", "few"), 2, "--shots: expected a number of images"),
     "no vectors": (fixed("--vectors", "nowhere.safetensors"), 2, "no such task vector: nowhere"),
     "diverged": (fixed("--lr", "1e30"), 1, "the loss became nan"),
@@ -390,15 +419,50 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_bad_input_is_one_line_and_leaves_nothing(call, world, tmp_path, name: str):
+OF_ALL = ("nan", "other base", "one class", "no labels", "broken image", "too few", "diverged")
+CASES = [("fit", name) for name in MISTAKES]
+CASES += [(command, name) for command in ("negate", "add") for name in OF_ALL]
+OWN = {
+    "no control": (("negate", "shots"), 2, "no control given; for example --control"),
+    "keep": (("negate", "shots", "--control", "control", "--keep", "0"), 2, "--keep: expected"),
+    "forget": (("negate", "shots", "--control", "x", "--forget", "it"), 2, "--forget: expected"),
+    "select": (("add", "shots", "--select", "val:x"), 2, "--select: expected same, last"),
+    "twice": (("add", "shots", "shots"), 2, "a task is given twice"),
+    "clamp": (("add", "shots", "--clamp", "1"), 2, "--clamp: expected LOW:HIGH"),
+    "merge": (("add", "shots", "--compare", "tis"), 2, "did you mean 'ties'?"),
+    "knob": (("add", "shots", "--compare", "ties:densty=1"), 2, "did you mean 'density'?"),
+    "number": (("add", "shots", "--compare", "ties:density=x"), 2, "is not KEY=NUMBER"),
+    "individual": (("add", "shots", "--individual", "cars=90"), 2, "there is no task cars"),
+    "percent": (("add", "shots", "--individual", "shots"), 2, "expected DATA=ACCURACY"),
+    "pairs": (("add", "shots", "--disentanglement"), 2, "no vector has the name of shots"),
+    "objective": (("add", "shots", "--objective", "loss"), 2, "expected labels or entropy"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_bad_input_of_one_command_is_one_line_and_leaves_nothing(
+    call, world, tmp_path, monkeypatch, name: str
+):
+    given, code, message = OWN[name]
+    monkeypatch.chdir(world)
+    more = ("--model", "base", "--vectors", "v", *QUICK, "-o", tmp_path / "run")
+    result = call(*given, *more)
+    assert (result.code, result.out) == (code, "")
+    assert len(result.error_lines) == 1, result.err
+    assert message in result.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_bad_input_is_one_line_and_leaves_nothing(call, world, tmp_path, command: str, name: str):
     make, code, message = MISTAKES[name]
-    given = arguments(world)
+    given = arguments(world, command=command)
     changed = make(world, tmp_path)
     if changed and not changed[0].startswith("-"):
         given[1] = changed.pop(0)
     if changed and changed[0] == "--vectors":
-        given[4:6] = []
+        place = given.index("--vectors")
+        given[place : place + 2] = []
     output = [] if name == "resume" else ["-o", str(tmp_path / "run")]
     result = call(*given, *changed, *output)
     assert (result.code, result.out) == (code, "")
@@ -413,16 +477,18 @@ def test_every_wrong_value_is_told_at_once(call, world):
     assert len(result.error_lines) == 3
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(call, world, tmp_path):
+@EVERY
+def test_a_folder_that_holds_something_else_is_left_alone(call, world, tmp_path, command: str):
     (tmp_path / "note.txt").write_text("mine")
-    result = call(*arguments(world, "-o", tmp_path))
+    result = call(*arguments(world, "-o", tmp_path, command=command))
     assert (result.code, result.out) == (1, "")
     assert "is not empty, and holds no run" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
-def test_on_a_terminal_a_bar_tells_how_it_goes(on_terminal, world):
-    given = [word for word in arguments(world) if word != "--quiet"]
+@EVERY
+def test_on_a_terminal_a_bar_tells_how_it_goes(on_terminal, world, command: str):
+    given = [word for word in arguments(world, command=command) if word != "--quiet"]
     shown = on_terminal(*given)
     assert "images/s" in shown
     assert "loss" in shown

@@ -1,0 +1,118 @@
+"""Time and memory of a step of `add` with eight tasks beside a step of `fit`.
+
+    python benchmarks/add.py [--rounds 3] [--steps 4]
+
+A ViT-B/32 image tower with random weights, eight random vectors in float32, sixteen images in each
+step: of one task, or two of each of eight, every task with a head of its own. Everything else is
+the same; `add` composes once and runs the tower once, however many tasks there are. Every
+measurement is a process of its own, in random order. Memory is the peak of resident memory over the
+interpreter with torch and open_clip loaded. Prints a markdown table, and the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fit import random_block, resident, status, table
+
+BATCH, VECTORS = 16, 8
+TASKS = ("digits", "letters", "house_numbers", "signs")
+TASKS += ("textures", "terrain", "counts", "silhouettes")
+
+
+def measure(kind: str, steps: int) -> dict[str, float]:
+    """The median time of a step after the first, and the peak of memory."""
+    import torch
+
+    from atlas_cli.core.blocks import by_block
+    from atlas_cli.core.compose import Composition
+    from atlas_cli.core.descent import Descender, Descent
+    from atlas_cli.core.stacks import stack_blocks
+    from atlas_cli.data import open_dataset
+    from atlas_cli.learn import descend
+    from atlas_cli.pixels import Pixels, view_of
+    from atlas_cli.streams import Stream, Streams, Training
+    from atlas_cli.towers import Tower
+    from atlas_cli.vision import import_open_clip
+
+    open_clip = import_open_clip()
+    before = resident()
+    logging.disable(logging.WARNING)
+    torch.manual_seed(0)
+    model, _, preprocess = open_clip.create_model_and_transforms("ViT-B-32", force_quick_gelu=True)
+    module = model.visual.eval().requires_grad_(False)
+    base = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
+    stacks = {
+        name: stack_blocks({i: random_block(shape, "fp32") for i in range(VECTORS)})
+        for name, shape in shapes.items()
+    }
+    random_block.cache_clear()
+    tower = Tower(module, Composition(base, stacks, by_block(shapes), VECTORS))
+    names = TASKS if kind == "add" else TASKS[:1]
+    streams = []
+    for name in names:
+        dataset = open_dataset(f"builtin:{name}", split="val")
+        pixels = Pixels(dataset, view_of(preprocess), 2**28)
+        streams.append(Stream(pixels, torch.randn(len(dataset.classes), 512), share=1 / len(names)))
+    images = BATCH // len(names)
+    training = Training(epochs=steps + 1, batch_size=BATCH, min_steps=1)
+    problem = Streams(streams, [range(images)] * len(names), training)
+    descender = Descender(torch.zeros(tower.composition.shape), problem.steps, Descent())
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making random vectors
+    marks = [clocks()]
+    marks += [clocks() for _ in descend(tower, descender, problem)]
+    steps_taken = list(itertools.pairwise(marks[1:]))  # without the first
+    seconds, cpu = (
+        statistics.median(after[clock] - start[clock] for start, after in steps_taken)
+        for clock in (0, 1)
+    )
+    peak = (status("VmHWM") - before) / 1e6
+    return {"seconds": seconds, "cpu": cpu, "megabytes": peak}
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds of the wall and of all cores."""
+    return time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options.child, options.steps)))
+        return
+    seen: dict[str, list[dict[str, float]]] = {"fit": [], "add": []}
+    for number in range(options.rounds):
+        for kind in random.Random(number).sample(list(seen), len(seen)):
+            command = [sys.executable, __file__, "--child", kind, "--steps", str(options.steps)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            seen[kind].append(json.loads(done.stdout))
+            print(kind, seen[kind][-1], file=sys.stderr, flush=True)
+    middle = {
+        kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        for kind, rows in seen.items()
+    }
+    lines = [
+        [kind, f"{row['seconds']:.2f}", f"{row['cpu']:.2f}", f"{row['megabytes']:.0f}"]
+        for kind, row in middle.items()
+    ]
+    ratios = [middle["add"][key] / middle["fit"][key] for key in ("seconds", "cpu", "megabytes")]
+    lines.append(["add / fit", *(f"{ratio:.2f}" for ratio in ratios)])
+    print("\n".join(table(["step of", "s", "s of CPU", "MB"], lines)))
+
+
+if __name__ == "__main__":
+    main()
