@@ -80,6 +80,21 @@ class Problem(Protocol):
         """Go on from a state."""
 
 
+class Steady:
+    """A problem of which the number of a step tells all that comes next."""
+
+    def astray(self) -> bool:
+        """Never."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do."""
+
+
 def descend(tower: Tower, walker: Walker, problem: Problem) -> Iterator[Step]:
     """Take the steps that remain and yield after each. The caller decides when to stop.
 

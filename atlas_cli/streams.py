@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from atlas_cli.core.descent import Descent
 from atlas_cli.core.objectives import Loss, cross_entropy, logits_of
-from atlas_cli.learn import generator_of
+from atlas_cli.learn import Steady, generator_of
 from atlas_cli.pixels import Pixels
 from atlas_cli.towers import LossOf, Tower
 
@@ -41,7 +41,7 @@ class Stream:
     share: float = 1.0
 
 
-class Streams:
+class Streams(Steady):
     """The sum of the streams' losses. Every batch has images of each; short streams come again.
 
     An epoch is one pass over the stream that takes longest.
@@ -110,17 +110,6 @@ class Streams:
     def accuracy(self) -> float:
         """The share of the last step's images that were classified rightly."""
         return self._hits / max(self._seen, 1)
-
-    def astray(self) -> bool:
-        """Never: labels do not lead astray."""
-        return False
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: what is shown follows from the number of the step."""
-        return {}
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do."""
 
 
 def show(

@@ -20,7 +20,7 @@ from atlas_cli.core.objectives import (
 from atlas_cli.core.signs import OBJECTIONS, Signs, objection, read_signs
 from atlas_cli.core.trust import Trusted, sharpen, threshold_at, trust, trusted_count
 from atlas_cli.errors import UsageError
-from atlas_cli.learn import generator_of
+from atlas_cli.learn import Steady, generator_of
 from atlas_cli.learning import Setting, training_of
 from atlas_cli.learning_recipe import TtaRecipe, parse_schedule, parse_shares
 from atlas_cli.pixels import Pixels
@@ -137,7 +137,7 @@ class Adaptation:
         return torch.cat(found)
 
 
-class Unsupervised:
+class Unsupervised(Steady):
     """Batches of images without labels, in shuffled passes, and a loss of what they look like."""
 
     def __init__(self, material: Adaptation) -> None:
@@ -197,17 +197,6 @@ class Unsupervised:
     def accuracy(self) -> float:
         """The share of the last step's images that both views were classified alike in."""
         return self._same / self._seen if self._seen else 1.0
-
-    def astray(self) -> bool:
-        """Never."""
-        return False
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: what is shown follows from the number of the step."""
-        return {}
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do."""
 
 
 class SelfTraining(Unsupervised):
