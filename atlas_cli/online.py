@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from atlas_cli.blind import Unsupervised, problem_of
 from atlas_cli.core.objectives import logits_of
 from atlas_cli.core.signs import objection
 from atlas_cli.errors import DataError
@@ -16,7 +17,7 @@ from atlas_cli.learning import Setting
 from atlas_cli.pixels import Pixels
 from atlas_cli.selection import walker_of
 from atlas_cli.towers import LossOf
-from atlas_cli.tta import Adaptation, Unsupervised, adaptation_of, problem_of
+from atlas_cli.tta import Adaptation, adaptation_of
 
 _ENDLESS = 2**62  # steps
 _PIXELS = 2**30  # bytes

@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,19 +102,30 @@ def score(job: Job, work: Path, vectors: Path) -> Row:
         )
 
 
-def jobs_of(seeds: list[int], images: int, brief: bool) -> Iterator[Job]:
+def jobs_of(seeds: list[int], images: int, brief: bool) -> list[Job]:
     """The most telling first."""
-    groups = [MAIN, tuple(name for name in METHODS if name not in MAIN)]
-    for methods in groups:
-        for condition in CONDITIONS:
-            strength = int(condition[-1]) if condition != "clean" else 0
-            if brief and strength not in (0, 2) and methods is not groups[0]:
-                continue
-            chosen = [seeds[strength - 1]] if brief and strength else seeds
-            for seed in chosen:
-                for task in TARGETS:
-                    for method in methods:
-                        yield Job(task, condition, method, seed, images)
+    jobs = [
+        Job(task, condition, method, seed, images)
+        for condition in CONDITIONS
+        for seed in seeds
+        for task in TARGETS
+        for method in METHODS
+        if not brief or is_brief(condition, method, seeds.index(seed) + 1)
+    ]
+
+    def rank(job: Job) -> int:
+        if job.condition == "clean" and (job.method in MAIN or job.seed == seeds[0]):
+            return 0
+        return 1 if job.method in MAIN else 2
+
+    return sorted(jobs, key=rank)
+
+
+def is_brief(condition: str, method: str, number: int) -> bool:
+    """Whether a condition is worked out with the seed of a number in a brief run."""
+    if condition == "clean":
+        return True
+    return condition.endswith(f" {number}") and (method in MAIN or number == 2)
 
 
 def results(jobs: Iterable[Job], work: Path, vectors: Path, known_only: bool) -> list[Row]:
@@ -201,7 +212,7 @@ def main() -> None:
     if options.vectors is None and not options.show:
         few_shot.make_vectors(options.work)
         options.vectors = few_shot.vector_file(options.work, TARGETS[0], "fp32").parent
-    jobs = list(jobs_of(options.seeds, options.images, options.brief))
+    jobs = jobs_of(options.seeds, options.images, options.brief)
     rows = results(jobs, options.work, options.vectors, options.show)
     show(chosen(rows, condition="clean"), "clean images")
     show([row for row in rows if row.condition != "clean"], "images made worse")

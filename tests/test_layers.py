@@ -90,13 +90,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
         {"torch"},
     ),
+    "blind": ({"core", "learn", "pixels", "streams", "towers"}, {"torch"}),
     "tta": (
-        {"core", "errors", "learn", "learning", "learning_recipe", "pixels", "selection"}
-        | {"streams", "towers"},
+        {"blind", "core", "errors", "learn", "learning", "learning_recipe", "pixels", "selection"}
+        | {"streams"},
         {"torch"},
     ),
     "online": (
-        {"core", "errors", "learn", "learning", "pixels", "selection", "towers", "tta"},
+        {"blind", "core", "errors", "learn", "learning", "pixels", "selection", "towers", "tta"},
         {"torch"},
     ),
     "tuned": (

@@ -12,6 +12,7 @@ import torch
 from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
+from atlas_cli.blind import Aim, SelfTraining, problem_of
 from atlas_cli.core.blocks import by_block
 from atlas_cli.core.compose import Composition
 from atlas_cli.core.descent import Descent
@@ -26,7 +27,7 @@ from atlas_cli.pixels import Pixels, View, view_of
 from atlas_cli.selection import Moment, Stage, Verdict, begin, learn, settle
 from atlas_cli.streams import Training
 from atlas_cli.towers import Tower
-from atlas_cli.tta import Adaptation, Aim, SelfTraining, problem_of
+from atlas_cli.tta import Adaptation
 
 IMAGES, CLASSES = 24, 3
 QUICK = Training(epochs=3, batch_size=8, min_steps=1, augment="mild", descent=Descent(rate=0.05))
