@@ -30,6 +30,10 @@ class UsageError(AtlasError):
     exit_code = 2
 
 
+class ClosedError(AtlasError):
+    """Whoever read what was written went away."""
+
+
 class UnreachableError(AtlasError):
     """A model or a dataset could not be reached; trying again may help."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from atlas_cli.core.descent import Descender
 from atlas_cli.errors import AtlasError
 from atlas_cli.towers import LossOf, Tower
 
@@ -26,6 +25,39 @@ class Step:
     rate: float
 
 
+class Walker(Protocol):
+    """Coefficients on their way: AdamW's, or those that take two gradients per step."""
+
+    number: int
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales losses."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The coefficients that the next gradient is taken at."""
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Take a gradient; `number` grows once there were enough for a step."""
+
+    def skip(self) -> None:
+        """Count a step that moves nothing."""
+
+    def reset(self) -> None:
+        """Back to the start."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next step depends on."""
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+
+
 class Problem(Protocol):
     """What is to be learned: batches, each with the loss of its features."""
 
@@ -38,27 +70,66 @@ class Problem(Protocol):
     def accuracy(self) -> float:
         """The share of the last step's images that were classified rightly."""
 
+    def astray(self) -> bool:
+        """Whether the last step shows that learning must begin anew."""
 
-def descend(tower: Tower, descender: Descender, problem: Problem) -> Iterator[Step]:
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next step depends on beside coefficients."""
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+
+
+class Steady:
+    """A problem of which the number of a step tells all that comes next."""
+
+    def astray(self) -> bool:
+        """Never."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do."""
+
+
+def descend(tower: Tower, walker: Walker, problem: Problem) -> Iterator[Step]:
     """Take the steps that remain and yield after each. The caller decides when to stop.
 
-    The vectors are composed once per step, however many parts its batch has.
+    The vectors are composed once per gradient, however many parts its batch has. A batch without
+    parts moves nothing.
     """
-    scaler = descender.scaler
-    while descender.number < problem.steps:
-        number, rate = descender.number, descender.rate
-        tower.load(descender.values)
-        loss = 0.0
-        for images, loss_of in problem.batches(number):
-            loss += tower.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
-        if not math.isfinite(loss):
-            raise AtlasError(
-                f"the loss became {loss} at step {number + 1}; a lower learning rate may help "
-                f"(it is {rate:g} there)"
-            )
-        descender.step(tower.gradient())
+    while walker.number < problem.steps:
+        number, rate = walker.number, walker.rate
+        while walker.number == number:
+            loss = _gradient_at(tower, walker, problem)
+        if problem.astray():
+            walker.reset()
         epoch = number // problem.epoch_steps + 1
         yield Step(number + 1, epoch, loss, problem.accuracy(), rate)
+
+
+def _gradient_at(tower: Tower, walker: Walker, problem: Problem) -> float:
+    """Take one gradient where the coefficients are, hand it on, and give the loss."""
+    scaler = walker.scaler
+    tower.load(walker.values)
+    losses = [
+        tower.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
+        for images, loss_of in problem.batches(walker.number)
+    ]
+    loss = sum(losses)
+    if not math.isfinite(loss):
+        raise AtlasError(
+            f"the loss became {loss} at step {walker.number + 1}; a lower learning rate may help "
+            f"(it is {walker.rate:g} there)"
+        )
+    if losses:
+        walker.step(tower.gradient())
+    else:
+        walker.skip()
+    return loss
 
 
 def _scaled(loss_of: LossOf, scaler: torch.amp.GradScaler) -> LossOf:

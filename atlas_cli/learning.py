@@ -23,8 +23,9 @@ from atlas_cli.core.descent import Descent
 from atlas_cli.data import Dataset
 from atlas_cli.errors import MismatchError
 from atlas_cli.heads import zero_shot_head
-from atlas_cli.learning_recipe import FitRecipe, LearnRecipe, parse_penalty
+from atlas_cli.learning_recipe import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
 from atlas_cli.models import Clip, Opening, open_model, read_tensors
+from atlas_cli.norms import NormTower
 from atlas_cli.pixels import Pixels, view_of
 from atlas_cli.pools import Member, Pool, compose_pool, open_pool
 from atlas_cli.recipe import LearnedRecipe, VectorEntry, parse_bytes
@@ -106,6 +107,11 @@ class Prepared:
         """Whether there are too many coefficients to write them as text."""
         return len(self.pool.members) * len(self.layout.labels) > MANY
 
+    @property
+    def unnamed(self) -> bool:
+        """Whether coefficients are not told one by one: too many, or of no task vector."""
+        return self.large or not self.pool.members
+
     def table(self, coefficients: torch.Tensor) -> Table:
         """Coefficients under their names. A block that a vector lacks has none."""
         names = [member.name for member in self.pool.members]
@@ -167,10 +173,11 @@ def _entry(member: Member) -> dict[str, str]:
 
 
 def describe_data(dataset: Dataset) -> dict[str, object]:
-    """A dataset in a few words: its name and a hash of its images and labels."""
+    """A dataset in a few words: its name and a hash of its images and labels, if it has any."""
     digest = hashlib.sha256(repr((dataset.classes, dataset.templates)).encode())
     for sample in dataset.samples:
-        digest.update(f"{sample.key}\0{sample.label}\0".encode())
+        if sample.label is not None or dataset.drawn:  # without labels, no name may tell a class
+            digest.update(f"{sample.key}\0{sample.label}\0".encode())
         if dataset.drawn is None:
             digest.update((dataset.root / sample.key).read_bytes())
     images = len(dataset.samples)
@@ -190,7 +197,10 @@ def prepared(inputs: Inputs, lesson: Lesson, warn: Callable[[str], None]) -> Ite
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     base = {f"{_PREFIX}{name}": tensor for name, tensor in module.named_parameters()}
     budget = parse_bytes(recipe.memory)
-    pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
+    norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
+    pool = Pool((), (), (), "as stored", 0)
+    if not norms:
+        pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
     if isinstance(recipe, FitRecipe) and not recipe.allow_target:
         refuse_target(pool, inputs.datasets[0])
     layout = layout_of(recipe, pool.shapes)
@@ -204,7 +214,10 @@ def prepared(inputs: Inputs, lesson: Lesson, warn: Callable[[str], None]) -> Ite
     )
     composition = compose_pool(pool, base, layout, clip.device)
     with crew_for(module, inputs.threads) as crew:
-        tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
+        if norms:
+            tower: Tower = NormTower(module, prefix=_PREFIX, crew=crew)
+        else:
+            tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
         setting = Setting(inputs, clip, pool, layout, tower, tasks, heads, judges)
         yield Prepared(setting, *lesson(setting))
 

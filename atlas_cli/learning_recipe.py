@@ -14,6 +14,7 @@ from atlas_cli.recipe import parse_bytes
 
 GRANULARITY = r"block|vector|qkv|partition:[1-9]\d{0,4}"
 FORGETTING = ("unlikelihood", "ascent", "uniform")
+BLIND = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
 _SELECT = {"last", "same", "holdout", "kfold"}
 
 
@@ -80,6 +81,27 @@ class AddRecipe(LearnRecipe):
     select: str = "same"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TtaRecipe(LearnRecipe):
+    """What `atlas tta` adapts to: images that nobody labelled, and the names of their classes."""
+
+    data: str
+    vectors: list[str] = dataclasses.field(default_factory=list)
+    classes: list[str] = dataclasses.field(default_factory=list)
+    objective: str = "ufm"
+    tune: str = "coefficients"
+    trusted_per_class: int | None = None
+    power: float = 0.5
+    threshold: str = "0.9:1"
+    prior: str = "uniform"
+    select: str = "guard"
+    epochs: int = 4
+    lr: float = 0.03
+    batch_size: int = 64
+    min_steps: int = 1
+    augment: str = "mild"
+
+
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
     "init": 0.3,
@@ -98,13 +120,23 @@ Learning = TypeVar("Learning", bound=LearnRecipe)
 
 def learning_recipe(schema: type[Learning], found: Mapping[str, Any], where: str = "") -> Learning:
     """A recipe of keys whose types are right. Raises UsageError with every problem found."""
-    preset = ADAMERGING if found.get("objective") == "entropy" else {}
-    recipe = schema(**{**preset, **found})
+    recipe = schema(**{**_preset(schema, found), **found})
     if isinstance(recipe, AddRecipe) and recipe.method == "isotropic":
         recipe = dataclasses.replace(recipe, granularity="vector")
     if lines := list(_problems(recipe, where)):
         raise UsageError("\n".join(lines))
     return recipe
+
+
+def _preset(schema: type[LearnRecipe], found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Other defaults that a choice brings with it."""
+    if schema is AddRecipe and found.get("objective") == "entropy":
+        return ADAMERGING
+    if schema is TtaRecipe and found.get("tune") == "layernorm":
+        return {"lr": 0.003}
+    if schema is TtaRecipe and found.get("objective") == "sar":
+        return {"lr": 0.3, "weight_decay": 0.0}
+    return {}
 
 
 def _problems(recipe: LearnRecipe, where: str) -> Iterator[str]:
@@ -135,7 +167,7 @@ def _shared_checks(recipe: LearnRecipe) -> Checks:
             "expected block, vector, qkv or partition:K",
         ),
         "schedule": (recipe.schedule in ("cosine", "constant"), "expected cosine or constant"),
-        "augment": (recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"),
+        "augment": _check_augment(recipe),
         "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
         "penalty": (
             recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0,
@@ -149,7 +181,15 @@ def _check_select(recipe: LearnRecipe) -> tuple[bool, str]:
     if isinstance(recipe, FitRecipe):
         good = recipe.select in _SELECT - {"same"} or _names_data(recipe.select)
         return good, "expected last, holdout, kfold or val:DATA"
+    if isinstance(recipe, TtaRecipe):
+        return recipe.select in ("guard", "last"), "expected guard or last"
     return recipe.select in _SELECT | {"val"}, "expected same, val, last, holdout or kfold"
+
+
+def _check_augment(recipe: LearnRecipe) -> tuple[bool, str]:
+    if isinstance(recipe, TtaRecipe):
+        return recipe.augment in ("mild", "flip", "crop"), "expected mild, flip or crop"
+    return recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"
 
 
 def _names_data(text: str) -> bool:
@@ -179,6 +219,34 @@ def _own_checks(recipe: LearnRecipe) -> Checks:
             "individual": (
                 all(parse_individual(text) is not None for text in recipe.individual),
                 "expected DATA=ACCURACY in percent, such as builtin:digits=98.5",
+            ),
+        }
+    if isinstance(recipe, TtaRecipe):
+        tuned = ("coefficients", "layernorm")
+        return {
+            "vectors": (
+                bool(recipe.vectors) or recipe.tune == "layernorm",
+                "names no task vector",
+            ),
+            "shots": (recipe.shots == "all", "nothing is drawn by class without labels"),
+            "linearised": (
+                not recipe.linearised or recipe.tune == "coefficients",
+                "LayerNorms are not composed",
+            ),
+            "objective": (recipe.objective in BLIND, f"expected {', '.join(BLIND)}"),
+            "tune": (recipe.tune in tuned, "expected coefficients or layernorm"),
+            "trusted_per_class": (
+                recipe.trusted_per_class is None or recipe.trusted_per_class > 0,
+                "expected 1 or more",
+            ),
+            "power": (0 < recipe.power < math.inf, "expected more than 0, such as 0.5"),
+            "prior": (
+                recipe.prior == "uniform" or parse_shares(recipe.prior) is not None,
+                "expected uniform, or a share for every class such as 0.9,0.1",
+            ),
+            "threshold": (
+                parse_schedule(recipe.threshold) is not None,
+                "expected START:END within 0 and 1, such as 0.9:1",
             ),
         }
     return {}
@@ -214,6 +282,25 @@ def parse_clamp(text: str) -> tuple[float, float] | None:
     except ValueError:
         return None
     return found if found[0] < found[1] else None
+
+
+def parse_schedule(text: str) -> tuple[float, float] | None:
+    """Two numbers within 0 and 1 from text such as 0.9:1, or the same twice; None if it is none."""
+    start, _, end = text.partition(":")
+    try:
+        found = float(start), float(end or start)
+    except ValueError:
+        return None
+    return found if all(0 <= value <= 1 for value in found) else None
+
+
+def parse_shares(text: str) -> list[float] | None:
+    """Positive numbers from text such as 0.9,0.1; None if it is none."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    return found if all(0 < share < math.inf for share in found) else None
 
 
 def parse_individual(text: str) -> tuple[str, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from PIL import Image
 
 from atlas_cli.batches import Preprocess
 from atlas_cli.core import augment
-from atlas_cli.data import Dataset
+from atlas_cli.data import Dataset, Sample
+from atlas_cli.errors import DataError
 from atlas_cli.images import load
 
 _DECODERS = 4
@@ -85,6 +86,24 @@ class Pixels:
         stacked, sizes = augment.stack_images([pair[1] for pair in self._find(indices)])
         crops = augment.draw_crops(sizes, random, mirror=mirror)
         return self.view.normalised(augment.take(stacked.to(self._device), crops, self.view.size))
+
+    def add(self, key: str) -> int:
+        """One more image, and its number. Raises DataError, and adds none, if it is broken."""
+        before, number = self.dataset, len(self.dataset.samples)
+        self.dataset = replace(before, samples=(*before.samples, Sample(key, None)))
+        try:
+            self.fixed([number])
+        except DataError:
+            self.dataset = before
+            raise
+        return number
+
+    def mild(self, indices: Sequence[int], random: torch.Generator) -> torch.Tensor:
+        """Every image a little cropped, in other light and with noise, normalised."""
+        stacked, sizes = augment.stack_images([pair[1] for pair in self._find(indices)])
+        crops = augment.draw_crops(sizes, random, mirror=False, scale=augment.MILD)
+        images = augment.take(stacked.to(self._device), crops, self.view.size)
+        return self.view.normalised(augment.jitter(images, random))
 
     def _find(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         missing = sorted({index for index in indices if index not in self._kept})

@@ -20,7 +20,10 @@ from atlas_cli.files import write_text
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE = "recipe.yaml"
 TRIMMED = "trimmed"  # vectors that were made for the run
-_RESULTS = (_STATE, _METRICS, _RECIPE, "coefficients.json", "coefficients.safetensors")
+_RESULTS = (
+    *(_STATE, _METRICS, _RECIPE),
+    *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
+)
 _UNCHECKED = ("versions",)
 
 

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from atlas_cli.core.descent import Descender
+from atlas_cli.core.sharpness import SharpDescender
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.learn import Problem, Step, descend, generator_of
+from atlas_cli.learn import Problem, Step, Walker, descend, generator_of
 from atlas_cli.pixels import Pixels
 from atlas_cli.streams import Training
 from atlas_cli.towers import Tower
@@ -158,10 +159,10 @@ def _descend_stage(
     material: Material, plan: Sequence[Stage], number: int, moment: Moment
 ) -> Iterator[Moment]:
     stage, problem = plan[number], material.problem(plan[number])
-    descent = material.training.descent
-    descender = Descender(material.start, problem.steps, descent, scaled=material.scaled)
+    descender = walker_of(material, problem.steps)
     if moment.state:
         descender.restore(moment.state)
+        problem.restore(moment.state)
     limit = problem.steps
     if len(plan) > 1 and number == len(plan) - 1:  # after the folds: as long as they did best
         limit = _best_epoch(moment.checks) * problem.epoch_steps
@@ -178,10 +179,18 @@ def _descend_stage(
             checks = {**checks, stage.name: [*checks[stage.name], found]}
         elif last:
             best = descender.values
-        state = {} if last else descender.state()
+        state = {} if last else {**problem.state(), **descender.state()}
         yield Moment(number + last, step, checks, best, state)
         if last:
             return
+
+
+def walker_of(material: Material, steps: int) -> Walker:
+    """Coefficients at their start, with the descent that is wanted."""
+    descent = material.training.descent
+    if descent.sharp:
+        return SharpDescender(material.start, steps, descent)
+    return Descender(material.start, steps, descent, scaled=material.scaled)
 
 
 def _means(checks: dict[str, list[Check]]) -> list[Check]:
@@ -203,11 +212,15 @@ def _best_epoch(checks: dict[str, list[Check]]) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The coefficients that were chosen, and the checks of zero-shot and of them, if any."""
+    """The coefficients that were chosen, and the checks of zero-shot and of them, if any.
+
+    `checks` are those of all that was to choose from, zero-shot first.
+    """
 
     coefficients: torch.Tensor
     before: Check | None
     after: Check | None
+    checks: tuple[Check, ...] = ()
 
     @property
     def improved(self) -> bool:
@@ -234,7 +247,7 @@ def settle(material: Material, plan: Sequence[Stage], moment: Moment) -> Verdict
     if not means:
         return Verdict(best, None, None)
     after = max(check for check in means if check.valid) if best.any() else means[0]
-    return Verdict(best, means[0], after)
+    return Verdict(best, means[0], after, tuple(means))
 
 
 def choose(material: Material, stage: Stage, tables: Iterable[torch.Tensor]) -> Verdict:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from atlas_cli.core.descent import Descent
 from atlas_cli.core.objectives import Loss, cross_entropy, logits_of
-from atlas_cli.learn import generator_of
+from atlas_cli.learn import Steady, generator_of
 from atlas_cli.pixels import Pixels
 from atlas_cli.towers import LossOf, Tower
 
@@ -41,7 +41,7 @@ class Stream:
     share: float = 1.0
 
 
-class Streams:
+class Streams(Steady):
     """The sum of the streams' losses. Every batch has images of each; short streams come again.
 
     An epoch is one pass over the stream that takes longest.
@@ -66,7 +66,7 @@ class Streams:
             longest = passes[number] == self.epoch_steps
             count = shown[number] if longest else self.epoch_steps * size
             what = (number,) if number else ()
-            self._decks.append(_Deck(list(some), size, count, training.seed, what))
+            self._decks.append(Deck(list(some), size, count, training.seed, what))
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
@@ -82,17 +82,12 @@ class Streams:
                 for hand, size in zip(chosen, sizes, strict=True)
             ]
             images = [
-                self._show(stream.pixels, few, random)
+                show(stream.pixels, few, random, self._training.augment)
                 for stream, few in zip(self._streams, some, strict=True)
                 if few
             ]
             shares = [len(few) / len(hand) for few, hand in zip(some, chosen, strict=True)]
             yield torch.cat(images), self._loss_of(some, shares)
-
-    def _show(self, pixels: Pixels, some: Sequence[int], random: torch.Generator) -> torch.Tensor:
-        if self._training.augment == "none":
-            return pixels.fixed(some)
-        return pixels.cropped(some, random, mirror=self._training.augment == "flip")
 
     def _loss_of(self, some: Sequence[Sequence[int]], shares: Sequence[float]) -> LossOf:
         """sum over streams of share * loss(logits of its images), from the features of all."""
@@ -117,11 +112,22 @@ class Streams:
         return self._hits / max(self._seen, 1)
 
 
-class _Deck:
+def show(
+    pixels: Pixels, some: Sequence[int], random: torch.Generator, augment: str
+) -> torch.Tensor:
+    """Images as learning sees them: as they are, or a random view of each."""
+    if augment == "none":
+        return pixels.fixed(some)
+    if augment == "mild":
+        return pixels.mild(some, random)
+    return pixels.cropped(some, random, mirror=augment == "flip")
+
+
+class Deck:
     """Images that are shuffled anew for every epoch and dealt in hands of one size."""
 
     def __init__(
-        self, indices: list[int], size: int, shown: int, seed: int, what: tuple[int, ...]
+        self, indices: list[int], size: int, shown: int, seed: int, what: tuple[object, ...]
     ) -> None:
         self._indices, self._size, self._shown = indices, size, shown
         self._seed, self._what = seed, what

@@ -103,7 +103,7 @@ class Tower:
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compose: from now on the module runs with these tensors."""
-        values = coefficients.detach().float()
+        self.loaded = values = coefficients.detach().float()
 
         def write(name: str) -> None:
             compose_block(self.composition, name, values, self._composed[name])
@@ -152,6 +152,10 @@ class Tower:
 
     def gradient(self) -> torch.Tensor:
         """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
+        return coefficient_gradient(self.composition, self.gradients(), self._spread)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """dL/dtheta of the composed tensors since the last call; they are let go."""
         summed: dict[str, torch.Tensor] = {}
         for name in self._composed:
             for replica in self._replicas:
@@ -159,7 +163,7 @@ class Tower:
                 if parameter.grad is not None:
                     summed[name] = _sum(summed.get(name), parameter.grad)
                     parameter.grad = None
-        return coefficient_gradient(self.composition, summed, self._spread)
+        return summed
 
     def _dealt(self, images: torch.Tensor) -> Iterator[tuple[_Replica, torch.Tensor]]:
         """The batch in as many equal parts as there are replicas."""

@@ -72,13 +72,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
         {"torch"},
     ),
-    "pixels": ({"batches", "core", "data", "images"}, {"torch", "numpy", "PIL"}),
+    "pixels": ({"batches", "core", "data", "errors", "images"}, {"torch", "numpy", "PIL"}),
     "pools": (
         {"core", "errors", "headers", "sources", "tensors", "vectors"},
         {"torch"},
     ),
     "towers": ({"core"}, {"torch"}),
-    "learn": ({"core", "errors", "towers"}, {"torch"}),
+    "norms": ({"core", "towers"}, {"torch"}),
+    "learn": ({"errors", "towers"}, {"torch"}),
     "streams": ({"core", "learn", "pixels", "towers"}, {"torch"}),
     "selection": ({"core", "errors", "learn", "pixels", "streams", "towers"}, {"torch"}),
     "joint": ({"pixels", "selection", "streams", "towers"}, {"torch"}),
@@ -86,7 +87,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "resuming": ({"errors", "learn", "runs", "selection"}, {"torch"}),
     "learning": (
         {"coefficients", "core", "data", "errors", "heads", "learning_recipe", "models", "pixels"}
-        | {"pools", "recipe", "selection", "sources", "streams", "towers"},
+        | {"norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
+        {"torch"},
+    ),
+    "blind": ({"core", "learn", "pixels", "streams", "towers"}, {"torch"}),
+    "tta": (
+        {"blind", "core", "errors", "learn", "learning", "learning_recipe", "pixels", "selection"}
+        | {"streams"},
+        {"torch"},
+    ),
+    "online": (
+        {"blind", "core", "errors", "learn", "learning", "pixels", "selection", "towers", "tta"},
+        {"torch"},
+    ),
+    "tuned": (
+        {"bases", "checkpoint", "extract", "learning", "recipe", "sources", "vectors"},
         {"torch"},
     ),
     "fit": ({"joint", "learning", "selection", "streams"}, set()),
@@ -113,8 +128,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
-        | {"settings", "trim"}
-        | {"resuming", "runs", "selection"}
+        | {"online", "resuming", "runs", "selection", "settings", "trim", "tta", "tuned"}
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.learning_recipe import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe
+from atlas_cli.learning_recipe import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe, TtaRecipe
 from atlas_cli.merge_recipe import read_merge
 from atlas_cli.method_table import METHODS
 from atlas_cli.recipe import EvalRecipe, LearnedRecipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
 SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe}
-LEARNING = (FitRecipe, NegateRecipe, AddRecipe)
+SCHEMAS["tta"] = TtaRecipe
+LEARNING = (FitRecipe, NegateRecipe, AddRecipe, TtaRecipe)
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 

@@ -18,7 +18,7 @@ from atlas_cli.core.descent import Descender, Descent
 from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
-from atlas_cli.learn import descend, generator_of
+from atlas_cli.learn import Steady, descend, generator_of
 from atlas_cli.models import Blueprint, build
 from atlas_cli.towers import LossOf, Tower, crew_for
 
@@ -256,7 +256,7 @@ class Counted(dict):
         return super().__getitem__(name)
 
 
-class Regression:
+class Regression(Steady):
     """Features shall be those of a target; a step's batch comes in some number of parts."""
 
     epoch_steps, steps = 2, 4

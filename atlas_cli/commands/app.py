@@ -19,6 +19,7 @@ from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.merge import merge
 from atlas_cli.commands.negate import negate
 from atlas_cli.commands.options import VariadicCommand
+from atlas_cli.commands.tta import tta
 from atlas_cli.errors import AtlasError, nearest
 
 _EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
@@ -33,6 +34,7 @@ app.command("extract", cls=VariadicCommand)(extract)
 app.command("fit", cls=VariadicCommand)(fit)
 app.command("negate", cls=VariadicCommand)(negate)
 app.command("add", cls=VariadicCommand)(add)
+app.command("tta", cls=VariadicCommand)(tta)
 app.command("inspect", cls=VariadicCommand)(inspect)
 app.command("merge", cls=VariadicCommand)(merge)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from atlas_cli.learning import Inputs, Lesson, Prepared
+    from atlas_cli.recipe import LearnedRecipe
     from atlas_cli.runs import Run
     from atlas_cli.selection import Moment, Verdict
 
@@ -53,6 +54,7 @@ class Command(ABC):
     name: ClassVar[str]
     schema: ClassVar[type[LearnRecipe]]
     many: ClassVar[bool] = True
+    measure: ClassVar[str] = "accuracy"  # what is told of the images of a step
 
     @abstractmethod
     def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -73,6 +75,11 @@ class Command(ABC):
     def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
         """The tables to search through, if nothing is learned by descent."""
         return None
+
+    def learned(self, ready: Prepared, verdict: Verdict, folder: Run | None) -> LearnedRecipe:
+        """The recipe that merges what was learned."""
+        file = folder.keep_large(verdict.coefficients) if folder and ready.large else None
+        return ready.learned(verdict.coefficients, file)
 
     @abstractmethod
     def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
@@ -202,6 +209,9 @@ def open_labelled(
 def _say_plan(ready: Prepared) -> None:
     pool, recipe = ready.pool, ready.inputs.recipe
     rows, columns = ready.setting.tower.composition.shape
+    if not pool.members:
+        output.note(f"{columns} numbers of LayerNorms are tuned")
+        return
     kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
     if pool.storage == "mapped":
         kept = f"read from their files each step, since they exceed --memory {recipe.memory}"
@@ -230,10 +240,10 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
             if tables := command.tables(ready):
                 verdict = _search(ready, tables, folder, stop)
             else:
-                moment = _go(ready, folder, wishes, stop)
+                moment = _go(command, ready, folder, wishes, stop)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
-        return _write(ready, folder, verdict, result), result, bool(stop)
+        return _write(command, ready, folder, verdict, result), result, bool(stop)
     except AtlasError:
         if folder:
             folder.abandon()
@@ -255,7 +265,9 @@ def _search(
     return choose(ready.material, ready.plan[0], tried())
 
 
-def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) -> Moment:
+def _go(
+    command: Command, ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]
+) -> Moment:
     """Take steps until the end, or until someone stops it."""
     from atlas_cli.resuming import from_saved, to_saved
     from atlas_cli.selection import begin, learn
@@ -270,9 +282,9 @@ def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) ->
             step = moment.step
             assert step is not None
             images = ready.inputs.recipe.batch_size
-            show(f"loss {step.loss:.3f}  accuracy {100 * step.accuracy:.1f}", images)
+            show(f"loss {step.loss:.3f}  {command.measure} {100 * step.accuracy:.1f}", images)
             if folder:
-                folder.record(row_of(ready, moment))
+                folder.record(row_of(ready, moment, command.measure))
                 if time.monotonic() - clock > _SAVE_EVERY or moment.stage == len(plan):
                     folder.save(*to_saved(moment))
                     clock = time.monotonic()
@@ -283,12 +295,13 @@ def _go(ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]) ->
     return moment
 
 
-def row_of(ready: Prepared, moment: Moment) -> dict[str, object]:
+def row_of(ready: Prepared, moment: Moment, measure: str = "accuracy") -> dict[str, object]:
     """One line of metrics.jsonl."""
     assert moment.step is not None
     stage = ready.plan[min(moment.stage, len(ready.plan) - 1)]
-    row: dict[str, object] = {"stage": stage.name, **dataclasses.asdict(moment.step)}
-    return row
+    found = dataclasses.asdict(moment.step)
+    row = {measure if key == "accuracy" else key: value for key, value in found.items()}
+    return {"stage": stage.name, **row}
 
 
 @contextmanager
@@ -310,11 +323,12 @@ def stoppable() -> Iterator[list[int]]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _write(ready: Prepared, folder: Run | None, verdict: Verdict, result: Result) -> str:
+def _write(
+    command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
+) -> str:
     """The learned recipe, also in the folder."""
-    table = None if ready.large else ready.table(verdict.coefficients)
-    file = folder.keep_large(verdict.coefficients) if folder and ready.large else None
-    recipe = ready.learned(verdict.coefficients, file)
+    recipe = command.learned(ready, verdict, folder)
+    table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
         folder.finish(text, table)
@@ -338,7 +352,7 @@ def facts_of(ready: Prepared, verdict: Verdict) -> dict[str, object]:
         "improved": verdict.improved,
         "select": ready.inputs.recipe.select,
         "config": ready.config(),
-        "coefficients": None if ready.large else ready.table(verdict.coefficients),
+        "coefficients": None if ready.unnamed else ready.table(verdict.coefficients),
     }
 
 

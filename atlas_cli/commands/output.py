@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TextIO
 
-from atlas_cli.errors import AtlasError
+from atlas_cli.errors import AtlasError, ClosedError
 
 CLOSED = "stdout was closed before everything was written"
 _PIECE = 1 << 15  # half of what a pipe holds
@@ -82,7 +82,7 @@ def _stdout() -> Iterator[TextIO]:
         sys.stdout.flush()
     except BrokenPipeError as problem:
         _drop_stdout()
-        raise AtlasError(CLOSED) from problem
+        raise ClosedError(CLOSED) from problem
     except OSError as problem:
         _drop_stdout()
         raise AtlasError(f"stdout: cannot be written: {problem.strerror}") from problem

@@ -11,6 +11,8 @@ import torch
 _TRIES = 10
 _SCALE = (0.5, 1.0)  # share of the area that a crop keeps
 _RATIO = (3 / 4, 4 / 3)  # width over height of a crop
+MILD = (0.9, 1.0)  # the same for crops that keep what an image shows
+_CONTRAST, _BRIGHTNESS, _NOISE = 0.3, 25.0, 12.0  # the most that other light changes, of 255
 _CUBIC = -0.5  # Pillow's bicubic filter
 
 
@@ -31,16 +33,23 @@ def whole_images(sizes: torch.Tensor) -> Crops:
     return Crops(zero, zero, sizes[:, 0], sizes[:, 1], zero.bool())
 
 
-def draw_crops(sizes: torch.Tensor, generator: torch.Generator, *, mirror: bool = True) -> Crops:
+def draw_crops(
+    sizes: torch.Tensor,
+    generator: torch.Generator,
+    *,
+    mirror: bool = True,
+    scale: tuple[float, float] = _SCALE,
+) -> Crops:
     """A random box for every image, and a mirror image for half of them if `mirror` says so.
 
-    The area is uniform in half to all of the image and the ratio of sides log-uniform; of ten
-    draws the first that fits is taken, else the largest centred box of an allowed ratio.
+    The share of the area is uniform within `scale`, half to all of the image by default, and the
+    ratio of sides log-uniform; of ten draws the first that fits is taken, else the largest centred
+    box of an allowed ratio.
     """
     # One row of numbers per image: a batch drawn in parts is the same as drawn at once.
     drawn = torch.rand(len(sizes), 2 * _TRIES + 3, generator=generator)
     low, high = (math.log(ratio) for ratio in _RATIO)
-    area = _SCALE[0] + (_SCALE[1] - _SCALE[0]) * drawn[:, :_TRIES]
+    area = scale[0] + (scale[1] - scale[0]) * drawn[:, :_TRIES]
     ratio = (low + (high - low) * drawn[:, _TRIES : 2 * _TRIES]).exp()
     places = drawn[:, 2 * _TRIES : -1]
     mirrored = drawn[:, -1] < (0.5 if mirror else 0.0)
@@ -80,6 +89,21 @@ def take(images: torch.Tensor, crops: Crops, size: int) -> torch.Tensor:
     columns = _filter(crops.left, crops.width, crops.mirrored, (size, images.shape[3])).to(device)
     resized = rows[:, None] @ images.float() @ columns[:, None].transpose(2, 3)
     return resized.clamp_(0, 255)
+
+
+def jitter(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other light and some noise: (x - mean) * contrast + mean + brightness + noise, in 0..255.
+
+    Contrast, brightness and the strength of the noise are drawn for every image.
+    """
+    drawn = torch.rand(len(images), 3, 1, 1, 1, generator=generator)
+    noise = torch.empty(images.shape).normal_(generator=generator)
+    drawn, noise = drawn.to(images.device), noise.to(images.device)
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    contrast = 1 + _CONTRAST * (2 * drawn[:, 0] - 1)
+    brightness = _BRIGHTNESS * (2 * drawn[:, 1] - 1)
+    changed = (images - mean) * contrast + mean + brightness
+    return (changed + _NOISE * drawn[:, 2] * noise).clamp_(0, 255)
 
 
 def _filter(

@@ -20,6 +20,7 @@ class Descent:
 
     `schedule` is cosine (half a cosine, from the rate to zero) or constant. Coefficients count as
     `low` or `high` where they are beyond, and nothing draws them back from there but the decay.
+    `sharp` asks for sharpness-aware SGD instead of AdamW.
     """
 
     rate: float = 0.1
@@ -28,8 +29,15 @@ class Descent:
     penalty_order: int = 1
     penalty_weight: float = 0.0
     schedule: str = "cosine"
+    sharp: bool = False
     low: float = -math.inf
     high: float = math.inf
+
+    def rate_at(self, number: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of so many."""
+        if self.schedule == "constant":
+            return self.rate
+        return self.rate * (1 + math.cos(math.pi * number / steps)) / 2
 
     def bounded(self, coefficients: torch.Tensor) -> torch.Tensor:
         """The coefficients that are composed: a copy, within the bounds."""
@@ -42,6 +50,7 @@ class Descender:
     def __init__(
         self, start: torch.Tensor, steps: int, descent: Descent, *, scaled: bool = False
     ) -> None:
+        self._start = start.clone()
         self.coefficients = start.clone().requires_grad_()
         self.number = 0
         self._steps = steps
@@ -54,9 +63,7 @@ class Descender:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        if self._descent.schedule == "constant":
-            return self._descent.rate
-        return self._descent.rate * (1 + math.cos(math.pi * self.number / self._steps)) / 2
+        return self._descent.rate_at(self.number, self._steps)
 
     @property
     def values(self) -> torch.Tensor:
@@ -75,6 +82,16 @@ class Descender:
         self.scaler.step(self._optimizer)
         self.scaler.update()
         self.number += 1
+
+    def skip(self) -> None:
+        """Count a step that moves nothing."""
+        self.number += 1
+
+    def reset(self) -> None:
+        """Back to the start, with nothing remembered; steps are counted on."""
+        with torch.no_grad():
+            self.coefficients.copy_(self._start)
+        self._optimizer.state.clear()
 
     def _add_penalty(self) -> None:
         if self._descent.penalty_weight and self.coefficients.grad is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from atlas_cli.core.trust import divergence
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -23,8 +25,37 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def entropy(logits: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
     """The mean over images of -sum_c p[c] log p[c]. Labels are not looked at."""
+    return entropies(logits).mean()
+
+
+# Without labels: a batch's own predictions, or those of another view, take their place -----------
+
+
+def entropies(logits: torch.Tensor) -> torch.Tensor:
+    """-sum_c p[c] log p[c] of every image."""
     logarithms = logits.log_softmax(dim=1)
-    return -(logarithms.exp() * logarithms).sum(dim=1).mean()
+    return -(logarithms.exp() * logarithms).sum(dim=1)
+
+
+def soft_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """-sum over images and classes of target[c] log p[c], over the total weight of a batch."""
+    return -(targets * logits.log_softmax(dim=1)).sum() / total
+
+
+def balanced_entropy(logits: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
+    """The mean entropy + KL(prior | mean prediction): confident, but not of one class only."""
+    return entropies(logits).mean() + divergence(prior, logits.softmax(dim=1).mean(dim=0))
+
+
+def contrast(strong: torch.Tensor, weak: torch.Tensor, temperature: float) -> torch.Tensor:
+    """InfoNCE: the mean over images i of -log softmax_j(strong_i . weak_j / temperature)[i].
+
+    Both are scaled to length 1. The weak views are what the strong ones are to find.
+    """
+    likeness = F.normalize(strong, dim=1) @ F.normalize(weak, dim=1).T / temperature
+    return F.cross_entropy(likeness, torch.arange(len(strong), device=strong.device))
 
 
 # Forgetting: each is small when the images are no longer recognised -------------------------------
