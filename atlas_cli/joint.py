@@ -32,6 +32,7 @@ class Joint:
     references: tuple[torch.Tensor, ...] = ()
     judges: tuple[Pixels, ...] = ()
     scaled: bool = False
+    retreat: tuple[float, ...] = ()
     _known: dict[str, tuple[Score, ...]] = field(default_factory=dict, repr=False)
 
     def is_judged(self, stage: Stage) -> bool:

@@ -15,6 +15,7 @@ from atlas_cli.selection import Check, Stage, stages
 from atlas_cli.streams import Score, Stream
 
 _SCALES = 21
+_RETREAT = tuple(tenths / 10 for tenths in range(9, 0, -1))
 
 
 def negate(setting: Setting) -> tuple[Joint, list[Stage]]:
@@ -32,6 +33,7 @@ def negate(setting: Setting) -> tuple[Joint, list[Stage]]:
         references=(setting.table(),) * len(setting.tasks),
         judges=setting.judges,
         scaled=setting.scaled,
+        retreat=_RETREAT,
     )
     return material, stages(recipe.select, setting.tasks, recipe.seed)
 

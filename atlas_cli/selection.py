@@ -126,6 +126,10 @@ class Material(Protocol):
         """The coefficients before the first step."""
 
     @property
+    def retreat(self) -> tuple[float, ...]:
+        """Shares of the last coefficients that are tried if no epoch is valid."""
+
+    @property
     def scaled(self) -> bool:
         """Whether losses are scaled, as half precision needs."""
 
@@ -177,12 +181,27 @@ def _descend_stage(
             if len(plan) == 1 and found.valid and found > max(checks[stage.name]):
                 best = descender.values
             checks = {**checks, stage.name: [*checks[stage.name], found]}
+            if last and len(plan) == 1 and not best.any():
+                best, tried = _retreat(material, stage, descender.values)
+                checks = {**checks, stage.name: [*checks[stage.name], *tried]}
         elif last:
             best = descender.values
         state = {} if last else {**problem.state(), **descender.state()}
         yield Moment(number + last, step, checks, best, state)
         if last:
             return
+
+
+def _retreat(
+    material: Material, stage: Stage, last: torch.Tensor
+) -> tuple[torch.Tensor, list[Check]]:
+    """The best of the last coefficients scaled down, where no epoch was valid; zero if none is."""
+    tables = [share * last for share in material.retreat]
+    tried = [material.judge(stage, table) for table in tables]
+    valid = [number for number, check in enumerate(tried) if check.valid]
+    if not valid:
+        return torch.zeros_like(last), tried
+    return tables[max(valid, key=lambda number: tried[number])], tried
 
 
 def walker_of(material: Material, steps: int) -> Walker:

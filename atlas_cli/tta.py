@@ -29,6 +29,7 @@ class Adaptation(Unlabelled):
     start: torch.Tensor
     guarded: bool = True
     scaled: bool = False
+    retreat: tuple[float, ...] = ()
     _signs: dict[bytes, Signs] = field(default_factory=dict, repr=False, kw_only=True)
 
     def is_judged(self, stage: Stage) -> bool:

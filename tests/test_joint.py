@@ -19,11 +19,12 @@ from atlas_cli.add import combine
 from atlas_cli.core.compose import compose
 from atlas_cli.core.descent import Descent
 from atlas_cli.core.objectives import FORGET, Loss, cross_entropy, entropy
+from atlas_cli.data import Sample
 from atlas_cli.joint import Joint
 from atlas_cli.negate import forget
 from atlas_cli.pixels import Pixels
 from atlas_cli.selection import Check, begin, choose, learn, settle, stages
-from atlas_cli.streams import Score, Stream, Streams, Training, score
+from atlas_cli.streams import Score, Stream, Streams, Training, predict, score
 
 OTHER = 10 * F.normalize(random((3, 32), 5), dim=-1)
 QUICK = Training(epochs=4, batch_size=8, min_steps=2, augment="none")
@@ -229,3 +230,37 @@ def test_a_search_that_finds_nothing_leaves_zero(model, folder: Path):  # noqa: 
     verdict = choose(material, stage, tables)
     assert not verdict.improved
     assert verdict.after is verdict.before
+
+
+def as_it_sees(tower, pixels: Pixels, head: torch.Tensor) -> Pixels:
+    """The images with the classes that zero-shot gives them."""
+    tower.load(torch.zeros(tower.composition.shape))
+    samples = pixels.dataset.samples
+    labels = predict(tower, pixels, range(len(samples)), head).argmax(dim=1).tolist()
+    named = tuple(Sample(s.key, label) for s, label in zip(samples, labels, strict=True))
+    return Pixels(dataclasses.replace(pixels.dataset, samples=named), pixels.view, 2**30)
+
+
+def test_where_no_epoch_keeps_the_control_a_smaller_step_in_the_same_direction_is_tried(
+    model,  # noqa: F811
+    folder: Path,  # noqa: F811
+):
+    """With so high a rate the only epoch ends far away."""
+    tower = tower_of(model[0])
+    target = as_it_sees(tower, colours(folder, model[1], 9), HEAD)
+    control = as_it_sees(tower, colours(folder, model[1], 9), OTHER)
+    training = dataclasses.replace(QUICK, epochs=1, descent=Descent(rate=30.0))
+    plan = stages("same", [target, control], 0)
+    plain = negation(tower, target, control, 0.9, training)
+    shares = (0.5, *(0.2 * 0.8**power for power in range(30)))
+    chosen = []
+    for material in (plain, dataclasses.replace(plain, retreat=shares)):
+        moment = begin(material, plan)
+        for found in learn(material, plan, moment):
+            moment = found
+        chosen.append(settle(material, plan, moment))
+    without, retreated = chosen
+    assert not without.improved
+    assert retreated.improved
+    assert retreated.after == plain.judge(plan[0], retreated.coefficients)
+    assert retreated.after.valid
