@@ -11,6 +11,7 @@ import torch
 from atlas_cli.core.blocks import Scattered, indices
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
 
+_SUMMED = 1 << 15  # elements whose products are summed in float32: more would cost digits
 _TILE = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a vector expanded at a time
 
 
@@ -131,7 +132,9 @@ def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
         terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
         return total.index_add_(0, stack.owner, terms.to(total.dtype))
     for start, stop, tile in _tiles(stack, span):
-        total += tile.to(gradient.device) @ gradient[start:stop]
+        pieces = tile.to(gradient.device).split(_SUMMED, dim=1)
+        for piece, part in zip(pieces, gradient[start:stop].split(_SUMMED), strict=True):
+            total += piece @ part
     return total
 
 
