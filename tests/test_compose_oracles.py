@@ -23,7 +23,7 @@ from atlas_cli.core.objectives import entropy, logits_of
 from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.differences import Choice
-from atlas_cli.learn import descend
+from atlas_cli.learn import Steady, descend
 from atlas_cli.learning import training_of
 from atlas_cli.learning_recipe import AddRecipe, learning_recipe, parse_clamp
 from atlas_cli.models import Blueprint, build, fill, read_tensors
@@ -157,7 +157,7 @@ def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(b
 
 
 @dataclasses.dataclass
-class Fixed:
+class Fixed(Steady):
     """Two tasks whose images are the same in every step."""
 
     images: tuple[torch.Tensor, ...]

@@ -82,10 +82,12 @@ def _follow(ready: Prepared, folder: Run | None, *, quiet: bool) -> None:
                 if stream.adapt() and folder:
                     folder.save(*stream.state())
                 state = stream.state()  # of a whole step, wherever an interrupt comes
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that waits is raised here
         except ClosedError:
             ended = "the reader went away"
         except KeyboardInterrupt:
             ended = _INTERRUPTED
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was learned is kept, whoever hurries
         if folder:
             folder.save(*state)
             _finish(ready, folder, *state)

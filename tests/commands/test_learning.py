@@ -342,7 +342,8 @@ def test_a_finished_run_is_neither_overwritten_nor_mixed_up(call, world, tmp_pat
     assert call(*arguments(world, "-o", folder, "--resume", command=command)).out == first.out
     other = call(*arguments(world, "-o", folder, "--resume", "--lr", "0.2", command=command))
     assert other.code == 2
-    assert "was begun with recipe.lr 0.1, not 0.2" in other.err
+    rate = 0.5 if command == "negate" else 0.1
+    assert f"was begun with recipe.lr {rate}, not 0.2" in other.err
     forced = call(*arguments(world, "-o", folder, "--force", "--lr", "0.2", command=command))
     assert forced.code == 0
     assert forced.out != first.out
