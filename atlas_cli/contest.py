@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from atlas_cli.add import own_tables
 from atlas_cli.core.methods.method import Tile, Values
 from atlas_cli.core.methods.registry import METHODS as FORMULAS
 from atlas_cli.core.storage import decode
-from atlas_cli.learning import Prepared, Setting, own_vector
+from atlas_cli.learning import Prepared, Setting
 from atlas_cli.learning_recipe import parse_individual
 from atlas_cli.method_table import METHODS
 from atlas_cli.selection import choose, stages
@@ -65,17 +66,16 @@ def individual(ready: Prepared) -> list[float | None]:
     setting, recipe = ready.setting, ready.inputs.recipe
     given = dict(filter(None, map(parse_individual, recipe.individual)))
     found: list[float | None] = []
-    for task, dataset in enumerate(ready.inputs.datasets):
-        number = own_vector(setting.pool, dataset)
+    for task, (dataset, own) in enumerate(
+        zip(ready.inputs.datasets, own_tables(setting), strict=True)
+    ):
         if dataset.name in given:
             found.append(given[dataset.name])
-        elif number is None:
+        elif own is None:
             found.append(None)
         else:
-            table = setting.table()
-            table[number] = 1.0
-            setting.tower.load(table)
-            found.append(_measured(setting)[task])
+            setting.tower.load(own)
+            found.append(_accuracy(setting, task))
     return found
 
 
@@ -85,11 +85,14 @@ def _accuracies(setting: Setting, table: torch.Tensor) -> list[float]:
 
 
 def _measured(setting: Setting) -> list[float]:
-    """The accuracy on all images that judge every task, with what the tower has loaded."""
-    return [
-        score(setting.tower, pixels, range(len(pixels.dataset.samples)), head).accuracy
-        for pixels, head in zip(setting.judges or setting.tasks, setting.heads, strict=True)
-    ]
+    return [_accuracy(setting, task) for task in range(len(setting.tasks))]
+
+
+def _accuracy(setting: Setting, task: int) -> float:
+    """The accuracy on all images that judge a task, with what the tower has loaded."""
+    pixels = (setting.judges or setting.tasks)[task]
+    images = range(len(pixels.dataset.samples))
+    return score(setting.tower, pixels, images, setting.heads[task]).accuracy
 
 
 # Merges ---------------------------------------------------------------------------------------

@@ -111,7 +111,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "contest": (
-        {"core", "errors", "learning", "learning_recipe", "method_table", "pools", "selection"}
+        {
+            "add",
+            "core",
+            "errors",
+            "learning",
+            "learning_recipe",
+            "method_table",
+            "pools",
+            "selection",
+        }
         | {"settings", "streams", "vectors"},
         {"torch"},
     ),
