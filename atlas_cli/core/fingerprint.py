@@ -22,7 +22,7 @@ def digest(name: str, values: torch.Tensor) -> bytes:
 
 
 def fingerprint(scope: str, digests: Mapping[str, bytes]) -> str:
-    """The sha256 over the digests of a scope's blocks, in the order of their names, as 64 hex digits."""
+    """The sha256 over the digests of blocks, in the order of their names, as 64 hex digits."""
     found = hashlib.sha256(f"{scope}\n".encode())
     for name in sorted(digests):
         found.update(digests[name])
