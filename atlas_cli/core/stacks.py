@@ -159,9 +159,7 @@ def _tiles(
             yield start, stop, tile[:, : stop - start].copy_(stack.values[:, start:stop])
 
 
-def _quantised_tiles(
-    stack: QuantisedStack, span: Range
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _quantised_tiles(stack: QuantisedStack, span: Range) -> Iterator[tuple[int, int, torch.Tensor]]:
     count, rows, columns = stack.codes.shape
     if rows == 1:  # one scale for all
         for start, stop, tile in _tiles(DenseStack(stack.members, stack.codes[:, 0]), span):
