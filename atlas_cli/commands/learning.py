@@ -25,6 +25,7 @@ from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.learning_recipe import LearnRecipe, learning_recipe, parse_shots
 from atlas_cli.recipe import read_keys, write_recipe
 from atlas_cli.sources import check_architecture, locate, parse_reference
+from atlas_cli.vector_files import expand_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -153,23 +154,6 @@ def resolve(command: Command, recipe: LearnRecipe, wishes: Wishes) -> Inputs:
     opening = Opening(recipe.arch, other, wishes.device)
     threads = wishes.threads or os.cpu_count() or 1
     return Inputs(command.name, recipe, source, tuple(vectors), datasets, judges, opening, threads)
-
-
-def expand_vectors(texts: list[str]) -> list[str]:
-    """Task-vector files, with folders spelt out."""
-    found: list[str] = []
-    for text in texts:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            inside = sorted(str(file) for file in path.glob("*.safetensors"))
-            if not inside:
-                raise UsageError(f"{text}: holds no task vectors (*.safetensors)")
-            found += inside
-        elif path.is_file():
-            found.append(str(path))
-        else:
-            raise UsageError(f"no such task vector: {text}")
-    return found
 
 
 def open_tasks(
