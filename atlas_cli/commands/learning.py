@@ -55,6 +55,7 @@ class Command(ABC):
     schema: ClassVar[type[LearnRecipe]]
     many: ClassVar[bool] = True
     measure: ClassVar[str] = "accuracy"  # what is told of the images of a step
+    labelled: ClassVar[bool] = True
 
     @abstractmethod
     def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -243,7 +244,9 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
                 moment = _go(command, ready, folder, wishes, stop)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
-        return _write(command, ready, folder, verdict, result), result, bool(stop)
+        brief = bool(stop) or not command.labelled
+        found = {} if folder is None else _record(ready, verdict, result, brief=brief)
+        return _write(command, ready, folder, verdict, result, found), result, bool(stop)
     except AtlasError:
         if folder:
             folder.abandon()
@@ -323,15 +326,30 @@ def stoppable() -> Iterator[list[int]]:
 # The result -----------------------------------------------------------------------------------
 
 
+def _record(
+    ready: Prepared, verdict: Verdict, result: Result, *, brief: bool
+) -> dict[str, object]:
+    """What result.json holds: what the JSON of the command does, and every class unless brief."""
+    from atlas_cli.classwise import by_class
+
+    kept = {k: v for k, v in result.facts.items() if k not in ("config", "coefficients")}
+    return kept if brief else {**kept, "classes": by_class(ready, verdict.coefficients)}
+
+
 def _write(
-    command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
+    command: Command,
+    ready: Prepared,
+    folder: Run | None,
+    verdict: Verdict,
+    result: Result,
+    found: Mapping[str, object],
 ) -> str:
     """The learned recipe, also in the folder."""
     recipe = command.learned(ready, verdict, folder)
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
-        folder.finish(text, table)
+        folder.finish(text, table, found)
     return text
 
 
