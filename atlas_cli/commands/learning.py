@@ -301,7 +301,8 @@ def _go(
 def row_of(ready: Prepared, moment: Moment, measure: str = "accuracy") -> dict[str, object]:
     """One line of metrics.jsonl."""
     assert moment.step is not None
-    stage = ready.plan[min(moment.stage, len(ready.plan) - 1)]
+    ended = not moment.state  # the moment is that of the next stage already
+    stage = ready.plan[moment.stage - ended]
     found = dataclasses.asdict(moment.step)
     row = {measure if key == "accuracy" else key: value for key, value in found.items()}
     return {"stage": stage.name, **row}
