@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def _scale(limit: float, words: Words) -> Any:
 
     steps = 40
     edges = [limit * (2 * step / steps - 1) for step in range(steps + 1)]
-    cells = [{"from": a, "to": b, "value": (a + b) / 2} for a, b in zip(edges, edges[1:])]
+    cells = [{"from": a, "to": b, "value": (a + b) / 2} for a, b in pairwise(edges)]
     axis = alt.Axis(title=None, values=[-limit, 0, limit], format=".3~g", grid=False, domain=False)
     return (
         alt.Chart(alt.Data(values=cells), title=words.value)

@@ -1,9 +1,10 @@
-"""A learning run read back from its folder, or coefficients alone: what pictures and reports show."""
+"""A learning run read back from its folder, or coefficients alone."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from atlas_cli.coefficients import Table, problems_of
 from atlas_cli.errors import CheckpointError, UsageError
-from atlas_cli.recipe import LearnedRecipe, parse_mapping, read_recipe
+from atlas_cli.recipe import LearnedRecipe, read_recipe
 
 _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
 _LARGE = "coefficients.safetensors"
@@ -62,8 +63,11 @@ class Record:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is one that a learning command has written."""
-    return (path / _CONFIG).is_file()
+    """Whether a folder is one that a learning command has written, rather than a model's."""
+    try:
+        return {"command", "recipe"} <= _read_json(path / _CONFIG).keys()
+    except CheckpointError:
+        return (path / _METRICS).exists()
 
 
 def read_run(folder: Path) -> Record:
@@ -86,14 +90,28 @@ def read_run(folder: Path) -> Record:
 
 def read_coefficients(text: str, where: str) -> Record:
     """Coefficients from a learned recipe, or from a table by vector and block in JSON."""
-    found = parse_mapping(text, where)
-    if "merge_method" in found:
+    if not text.lstrip().startswith("{"):
         recipe = read_recipe(LearnedRecipe, text, where)
         return Record(where, _table_of(recipe, Path(where).parent), text)
+    try:
+        found = json.loads(text)
+    except ValueError as problem:
+        raise UsageError(f"{where}: cannot be read as JSON") from problem
     if not found or not all(_is_row(row) for row in found.values()):
         raise UsageError(f"{where}: holds no coefficients: numbers by vector, then by block")
-    table = {str(v): {str(b): float(x) for b, x in row.items()} for v, row in found.items()}
+    table = {vector: {b: float(x) for b, x in row.items()} for vector, row in found.items()}
     return Record(where, _checked(table, where))
+
+
+def is_table(path: Path) -> bool:
+    """Whether a weight file holds a table of coefficients and nothing else."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(4096)[8:]
+    except OSError:
+        return False
+    found = re.findall(rb'"(\w+)":\s*\{"dtype"', header)
+    return found == [b"coefficients"]
 
 
 def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
@@ -129,8 +147,12 @@ def _checked(table: Table, where: str) -> Table:
 
 
 def _is_row(row: object) -> bool:
-    return isinstance(row, dict) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in row.values()
+    return (
+        isinstance(row, dict)
+        and bool(row)
+        and all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in row.values()
+        )
     )
 
 

@@ -327,9 +327,7 @@ def stoppable() -> Iterator[list[int]]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _record(
-    ready: Prepared, verdict: Verdict, result: Result, *, brief: bool
-) -> dict[str, object]:
+def _record(ready: Prepared, verdict: Verdict, result: Result, *, brief: bool) -> dict[str, object]:
     """What result.json holds: what the JSON of the command does, and every class unless brief."""
     from atlas_cli.classwise import by_class
 

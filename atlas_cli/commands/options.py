@@ -105,7 +105,7 @@ OutputFolder = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw a .png, .svg or .pdf (extra: plot)."),
+    typer.Option("--plot", metavar="FILE", help="Draw a .png, .svg, .pdf or .html (extra: plot)."),
 ]
 AllowGlobals = Annotated[
     list[str] | None,

@@ -21,12 +21,25 @@ Cell = str | int | float | Share | None
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], name: str) -> str:
     """A table that can be sorted by each of its columns. `name` says what is in it."""
-    head = "".join(f'<th scope="col"><button>{escape(column)}</button></th>' for column in columns)
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    listed = list(rows)
+    head = "".join(
+        _head(column, any(_is_number(row[number]) for row in listed))
+        for number, column in enumerate(columns)
+    )
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in listed)
     return (
         f'<div class="scroll"><table aria-label="{escape(name)}"><thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def _head(column: str, numbers: bool) -> str:
+    kind = ' class="number"' if numbers else ""
+    return f'<th scope="col"{kind}><button>{escape(column)}</button></th>'
+
+
+def _is_number(value: Cell) -> bool:
+    return isinstance(value, int | float | Share)
 
 
 def _cell(value: Cell) -> str:

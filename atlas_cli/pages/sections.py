@@ -135,33 +135,29 @@ def _flat(found: Any, name: str = "") -> Iterator[list[Cell]]:
 
 
 def comparison(records: Sequence[Record]) -> str:
-    """A row for each of several runs."""
+    """A row for every task of every run, if there are several."""
     if len(records) < 2:
         return ""
-    columns = ["run", "command", "data", "vectors", "coefficients", "steps", "last loss"]
-    columns += ["zero-shot", "learned"]
-    rows = [[*_summary(record), *_ends(record)] for record in records]
+    columns = ["run", "command", "task", "zero-shot", "learned"]
+    columns += ["vectors", "coefficients", "steps", "last loss"]
+    rows = [[*task, *_size(record)] for record in records for task in _tasks(record)]
     return markup.section("Runs", markup.table(columns, rows, "runs"))
 
 
-def _summary(record: Record) -> list[Cell]:
-    data = [str(entry.get("name", "")) for entry in record.config.get("data", [])]
-    last = record.metrics[-1].get("loss") if record.metrics else None
-    numbers = sum(len(row) for row in record.table.values())
+def _tasks(record: Record) -> Iterator[list[Cell]]:
+    """Every task with its accuracy before and after; without, where nobody knows labels."""
     command = str(record.config.get("command", ""))
-    counts: list[Cell] = [len(record.table), numbers, len(record.metrics), last]
-    return [record.name, command, ", ".join(data), *counts]
+    names = [str(entry.get("name", "")) for entry in record.config.get("data", [])]
+    rows = record.scores.rows if record.scores and record.scores.shares else {}
+    after = rows.get("learned", rows.get("search", ()))
+    known = zip(rows.get("zero-shot", ()), after, strict=False)
+    shares = [[None if n is None else Share(n) for n in pair] for pair in known]
+    for number, name in enumerate(names or [""]):
+        yield [record.name, command, name, *(shares[number] if shares else (None, None))]
 
 
-def _ends(record: Record) -> list[Cell]:
-    """The mean accuracy on all tasks, before and after; nothing where nobody knows labels."""
-    if record.scores is None or not record.scores.shares:
-        return [None, None]
-    rows = record.scores.rows
-    after = next((name for name in ("learned", "search") if name in rows), "zero-shot")
-    return [_mean(rows.get(name, ())) for name in ("zero-shot", after)]
-
-
-def _mean(found: Sequence[float | None]) -> Cell:
-    known = [value for value in found if value is not None]
-    return Share(sum(known) / len(known)) if known else None
+def _size(record: Record) -> list[Cell]:
+    """How much was learned, and for how long."""
+    numbers = sum(len(row) for row in record.table.values())
+    last = record.metrics[-1].get("loss") if record.metrics else None
+    return [len(record.table), numbers, len(record.metrics), last]
