@@ -186,7 +186,7 @@ def class_chart(classes: Classes) -> Any:
             ],
         ),
         title=f"{classes.task}: {classes.on}",
-    ).properties(width=360, height=alt.Step(_ROW))
+    ).properties(width=360, height=_ROW * len(classes.rows))
 
 
 # Out of charts --------------------------------------------------------------------------------

@@ -65,8 +65,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
-    "grids": ({"compare", "describe"}, set()),
+    "grids": ({"core"}, set()),
     "plots": ({"errors", "files"}, {"matplotlib"}),
+    "records": ({"checkpoint", "coefficients", "errors", "recipe"}, set()),
+    "charts": ({"errors", "files"}, {"altair", "vl_convert"}),
+    "pages": ({"charts", "coefficients", "grids", "pages", "records"}, {"vl_convert"}),
     "heads": ({"cache", "checkpoint", "errors", "models"}, {"torch"}),
     "evaluate": (
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
@@ -104,6 +107,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"bases", "checkpoint", "extract", "learning", "recipe", "sources", "vectors"},
         {"torch"},
     ),
+    "classwise": ({"learning", "pixels", "streams"}, {"torch"}),
     "fit": ({"joint", "learning", "selection", "streams"}, set()),
     "negate": ({"core", "joint", "learning", "learning_recipe", "selection", "streams"}, {"torch"}),
     "add": (
@@ -141,7 +145,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
-        | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},
+        | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
+        | {"charts", "classwise", "pages", "records"},
         {"typer", "rich"},
     ),
 }
