@@ -201,19 +201,16 @@ def to_spec(chart: Any, *, fill: bool = False) -> dict[str, Any]:
 
 
 def draw_charts(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    """Write one picture, charts in rows below each other: .png, .svg or .pdf."""
+    """Write one picture, charts in rows below each other: .png or .svg."""
     import altair as alt
     import vl_convert
 
     parts = [alt.concat(*row, columns=_PANELS) for row in rows if row]
     spec = {**to_spec(alt.vconcat(*parts).resolve_scale(color="independent")), "background": "#fff"}
-    form = path.suffix.lower().removeprefix(".")
-    if form == "svg":
+    if path.suffix.lower() == ".svg":
         drawn = vl_convert.vegalite_to_svg(spec).encode()
-    elif form == "png":
-        drawn = vl_convert.vegalite_to_png(spec, scale=2)
     else:
-        drawn = vl_convert.vegalite_to_pdf(spec)
+        drawn = vl_convert.vegalite_to_png(spec, scale=2)
     try:
         with whole_file(path) as temporary:
             temporary.write_bytes(drawn)

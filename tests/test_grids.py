@@ -10,15 +10,12 @@ LAYER = "visual.transformer.resblocks.{}.{}"
 
 
 def test_every_kind_has_a_grid_of_vectors_by_layers_and_the_rest_comes_last():
-    row = {
-        "visual.proj": 0.5,
-        LAYER.format(10, "ln_1.bias"): 1.0,
-        LAYER.format(2, "ln_1.bias"): 2.0,
-    }
+    tenth, second = (LAYER.format(number, "ln_1.bias") for number in (10, 2))
+    row = {"visual.proj": 0.5, tenth: 1.0, second: 2.0}
     kind, rest = coefficient_grids({"cars": row, "birds": {"visual.proj": -0.5}})
     assert (kind.title, kind.rows, kind.columns) == ("ln_1.bias", ("cars", "birds"), ("2", "10"))
     assert kind.cells == ((2.0, 1.0), (None, None))
-    assert kind.names[0] == LAYER.format(2, "ln_1.bias")
+    assert kind.names == (second, tenth)
     assert (rest.title, rest.columns, rest.cells) == (
         "outside the layers",
         ("proj",),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas_cli.charts import Words, check_charts, class_chart, curves, draw_charts, heat_maps
-from atlas_cli.errors import AtlasError
+from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.files import write_text
 from atlas_cli.grids import coefficient_grids, cosine_grid, norm_grids
 from atlas_cli.plots import check_matplotlib, draw
@@ -45,6 +45,8 @@ def draw_vectors(path: Path, vectors: Sequence[VectorFacts], comparison: Compari
 
 def draw_record(path: Path, record: Record) -> None:
     """The coefficients, and of a whole run its learning curves and its classes."""
+    if path.suffix.lower() == ".pdf":  # Vega's would be other bytes each time
+        raise UsageError(f"--plot {path}: coefficients are drawn as .png, .svg or .html")
     check_charts("--plot")
     if not record.table and not record.metrics:
         raise AtlasError(f"{record.name}: has nothing to draw yet; --resume goes on with it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from atlas_cli import __version__
 from atlas_cli.pages.sections import comparison, run_section
 from atlas_cli.records import Record
 
+_HERE = Path(__file__).parent
 # Whatever a name in a run may hold, the browser fetches nothing. Vega compiles its expressions.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; "
@@ -24,12 +26,7 @@ def report(records: Sequence[Record]) -> str:
 
 def page(title: str, *sections: str) -> str:
     """A whole page of HTML. The same sections give the same bytes."""
-    import vl_convert
-
-    here = Path(__file__).parent
-    style = (here / "page.css").read_text("utf-8")
-    script = vl_convert.javascript_bundle((here / "page.js").read_text("utf-8"))
-    script = script.replace("</script", "<\\/script")
+    style = (_HERE / "page.css").read_text("utf-8")
     body = "\n".join(section for section in sections if section)
     return f"""<!doctype html>
 <html lang="en">
@@ -50,8 +47,17 @@ def page(title: str, *sections: str) -> str:
 <footer>atlas {__version__}</footer>
 </main>
 <script type="module">
-{script}
+{_script()}
 </script>
 </body>
 </html>
 """
+
+
+@cache
+def _script() -> str:
+    """The page's own script with Vega in it; to put them together takes seconds."""
+    import vl_convert
+
+    found: str = vl_convert.javascript_bundle((_HERE / "page.js").read_text("utf-8"))
+    return found.replace("</script", "<\\/script")
