@@ -293,7 +293,8 @@ def _go(
                     clock = time.monotonic()
             if stop:
                 break
-    if folder and stop:
+    ended = moment.stage == len(plan)  # not if its last stage had no step to take
+    if folder and moment is not start and not ended:
         folder.save(*to_saved(moment))
     return moment
 
