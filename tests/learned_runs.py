@@ -19,23 +19,27 @@ def write_world(root: Path) -> Path:
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     base = write_open_clip(root / "base")
-    weights = load_file(base / WEIGHTS)
     (root / "v").mkdir()
     for seed, name in enumerate(("birds", "<cars>")):
-        random = torch.Generator().manual_seed(seed)
-        moved = {
-            key: tensor + 0.03 * torch.randn(tensor.shape, generator=random)
-            if key.startswith("visual.")
-            else tensor
-            for key, tensor in weights.items()
-        }
-        folder = write_open_clip(root / f"tuned{seed}")
-        save_file(moved, folder / WEIGHTS, {"format": "pt"})
+        folder = write_tuned(base, root / f"tuned{seed}", seed)
         target = root / "v" / f"{seed}.safetensors"
         given = ["extract", base, folder, "-o", target, "--name", name, "--quiet"]
         assert main([str(argument) for argument in given]) == 0
     write_images(root / "photos", ("cat", "dog & <fox>"), 4)
     return root
+
+
+def write_tuned(base: Path, folder: Path, seed: int) -> Path:
+    """The base with an image tower that is moved a little, as by fine-tuning."""
+    random = torch.Generator().manual_seed(seed)
+    moved = {
+        name: tensor + 0.03 * torch.randn(tensor.shape, generator=random)
+        if name.startswith("visual.")
+        else tensor
+        for name, tensor in load_file(base / WEIGHTS).items()
+    }
+    save_file(moved, write_open_clip(folder) / WEIGHTS, {"format": "pt"})
+    return folder
 
 
 def learn(world: Path, command: str, folder: Path, *more: str | Path) -> Path:
