@@ -51,6 +51,7 @@ class Record:
     table: Table = field(default_factory=dict)
     recipe: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...] = ()
     metrics: tuple[dict[str, Any], ...] = ()
     scores: Scores | None = None
     classes: tuple[Classes, ...] = ()
@@ -80,12 +81,13 @@ def read_run(folder: Path) -> Record:
     recipe = _read_text(folder / _RECIPE)
     table = _table_of(read_recipe(LearnedRecipe, recipe, str(folder)), folder) if recipe else {}
     result = _read_json(folder / _RESULT)
+    tasks = _tasks(config, folder / _CONFIG)
     try:
-        scores, classes = _scores(result), tuple(_classes(result, config))
+        scores, classes = _scores(result), tuple(_classes(result, tasks))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
-    return Record(str(folder), table, recipe, config, metrics, scores, classes)
+    return Record(str(folder), table, recipe, config, tasks, metrics, scores, classes)
 
 
 def read_coefficients(text: str, where: str) -> Record:
@@ -156,6 +158,14 @@ def _is_row(row: object) -> bool:
     )
 
 
+def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """The names of the data that were learned from."""
+    try:
+        return tuple(str(entry["name"]) for entry in config["data"])
+    except (KeyError, TypeError) as problem:
+        raise CheckpointError(f"{path}: is not the configuration of a run") from problem
+
+
 # The result -----------------------------------------------------------------------------------
 
 
@@ -176,7 +186,7 @@ def _scores(result: Mapping[str, Any]) -> Scores | None:
     return None
 
 
-def _classes(result: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Classes]:
+def _classes(result: Mapping[str, Any], tasks: Sequence[str]) -> Iterator[Classes]:
     for task in result.get("classes", ()):
         rows = tuple(
             (name, float(row["zero_shot"]), float(row["learned"]))
@@ -186,10 +196,8 @@ def _classes(result: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[C
     if histogram := result.get("histogram"):
         before, after = histogram["zero-shot"], histogram["adapted"]
         counts = tuple((name, float(n), float(after[name])) for name, n in before.items())
-        data = config.get("data") or [{}]
-        name = str(data[0].get("name", "images"))
         on = f"{sum(before.values())} images, as they are classified"
-        yield Classes(name, on, False, counts)
+        yield Classes(tasks[0] if tasks else "images", on, False, counts)
 
 
 def _number(value: Any) -> float | None:

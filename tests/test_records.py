@@ -58,6 +58,7 @@ def test_a_run_that_was_killed_has_what_was_written_whole(tmp_path: Path):
     [
         ("config.json", "{", "config.json: cannot be read as JSON"),
         ("config.json", "[]", "config.json: expected keys and values"),
+        ("config.json", '{"command": "fit", "recipe": {}}', "is not the configuration of a run"),
         ("metrics.jsonl", "nonsense\n", "line 1 cannot be read as JSON"),
         ("metrics.jsonl", '{"loss": 1}\n', "line 1 is not a row of metrics"),
         ("result.json", '{"accuracy": 3, "tasks": []}', "is not the result of a run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from atlas_cli import charts
@@ -147,13 +148,12 @@ def comparison(records: Sequence[Record]) -> str:
 def _tasks(record: Record) -> Iterator[list[Cell]]:
     """Every task with its accuracy before and after; without, where nobody knows labels."""
     command = str(record.config.get("command", ""))
-    names = [str(entry.get("name", "")) for entry in record.config.get("data", [])]
     rows = record.scores.rows if record.scores and record.scores.shares else {}
     after = rows.get("learned", rows.get("search", ()))
     known = zip(rows.get("zero-shot", ()), after, strict=False)
     shares = [[None if n is None else Share(n) for n in pair] for pair in known]
-    for number, name in enumerate(names or [""]):
-        yield [record.name, command, name, *(shares[number] if shares else (None, None))]
+    for name, pair in zip_longest(record.tasks, shares, fillvalue=None):
+        yield [record.name, command, name, *(pair or (None, None))]
 
 
 def _size(record: Record) -> list[Cell]:
