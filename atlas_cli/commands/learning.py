@@ -46,6 +46,12 @@ class Result:
     facts: Mapping[str, object] = field(default_factory=dict)
     rows: Sequence[Mapping[str, str]] = ()
     failed: str | None = None
+    classes: Sequence[Mapping[str, object]] = ()
+
+    def record(self) -> dict[str, object]:
+        """What a run keeps: the facts that are in no other file, and every class if counted."""
+        kept = {k: v for k, v in self.facts.items() if k not in ("config", "coefficients")}
+        return {**kept, "classes": self.classes} if self.classes else kept
 
 
 class Command(ABC):
@@ -244,9 +250,9 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
                 moment = _go(command, ready, folder, wishes, stop)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
-        brief = bool(stop) or not command.labelled
-        found = {} if folder is None else _record(ready, verdict, result, brief=brief)
-        return _write(command, ready, folder, verdict, result, found), result, bool(stop)
+        if folder and command.labelled and not stop:
+            result = _with_classes(ready, verdict, result)
+        return _write(command, ready, folder, verdict, result), result, bool(stop)
     except AtlasError:
         if folder:
             folder.abandon()
@@ -328,28 +334,21 @@ def stoppable() -> Iterator[list[int]]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _record(ready: Prepared, verdict: Verdict, result: Result, *, brief: bool) -> dict[str, object]:
-    """What result.json holds: what the JSON of the command does, and every class unless brief."""
+def _with_classes(ready: Prepared, verdict: Verdict, result: Result) -> Result:
     from atlas_cli.classwise import by_class
 
-    kept = {k: v for k, v in result.facts.items() if k not in ("config", "coefficients")}
-    return kept if brief else {**kept, "classes": by_class(ready, verdict.coefficients)}
+    return dataclasses.replace(result, classes=by_class(ready, verdict.coefficients))
 
 
 def _write(
-    command: Command,
-    ready: Prepared,
-    folder: Run | None,
-    verdict: Verdict,
-    result: Result,
-    found: Mapping[str, object],
+    command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
 ) -> str:
     """The learned recipe, also in the folder."""
     recipe = command.learned(ready, verdict, folder)
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
-        folder.finish(text, table, found)
+        folder.finish(text, table, result.record())
     return text
 
 
