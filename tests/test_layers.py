@@ -66,8 +66,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
-    "grids": ({"compare", "describe"}, set()),
+    "grids": ({"core"}, set()),
     "plots": ({"errors", "files"}, {"matplotlib"}),
+    "records": ({"checkpoint", "coefficients", "errors", "recipe"}, set()),
+    "charts": ({"errors", "files"}, {"altair", "vl_convert"}),
+    "pages": ({"charts", "coefficients", "grids", "pages", "records"}, {"vl_convert"}),
     "heads": ({"cache", "checkpoint", "errors", "models"}, {"torch"}),
     "evaluate": (
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
@@ -105,6 +108,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"bases", "checkpoint", "extract", "learning", "recipe", "sources", "vectors"},
         {"torch"},
     ),
+    "classwise": ({"learning", "pixels", "streams"}, {"torch"}),
     "fit": ({"joint", "learning", "selection", "streams"}, set()),
     "negate": ({"core", "joint", "learning", "learning_recipe", "selection", "streams"}, {"torch"}),
     "add": (
@@ -144,7 +148,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
-        | {"vector_files"},
+        | {"charts", "classwise", "pages", "records", "vector_files"},
         {"typer", "rich"},
     ),
 }

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors")
+HEAVY = (
+    *("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors"),
+    *("altair", "vl_convert", "matplotlib"),
+)
 
 
 def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
@@ -45,6 +48,9 @@ def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
         (["eval", "builtin:tiny", "--data", "builtin:digits", "--device", "gpu"], 2),
         (["eval", "builtin:tiny", "--data", "nowhere/"], 2),
         (["eval", "missing.yaml"], 2),
+        (["inspect", "--help"], 0),
+        (["report", "--help"], 0),
+        (["report", "nowhere", "-o", "report.html"], 2),
         (["merge", "--help"], 0),
         (["merge", "--schema"], 0),
         (["merge", "missing.yaml", "-o", "out"], 2),

@@ -47,6 +47,12 @@ class Result:
     facts: Mapping[str, object] = field(default_factory=dict)
     rows: Sequence[Mapping[str, str]] = ()
     failed: str | None = None
+    classes: Sequence[Mapping[str, object]] = ()
+
+    def record(self) -> dict[str, object]:
+        """What a run keeps: the facts that are in no other file, and every class if counted."""
+        kept = {k: v for k, v in self.facts.items() if k not in ("config", "coefficients")}
+        return {**kept, "classes": self.classes} if self.classes else kept
 
 
 class Command(ABC):
@@ -56,6 +62,7 @@ class Command(ABC):
     schema: ClassVar[type[LearnRecipe]]
     many: ClassVar[bool] = True
     measure: ClassVar[str] = "accuracy"  # what is told of the images of a step
+    labelled: ClassVar[bool] = True
 
     @abstractmethod
     def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -227,6 +234,8 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
                 moment = _go(command, ready, folder, wishes, stop)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
+        if folder and command.labelled and not stop:
+            result = _with_classes(ready, verdict, result)
         return _write(command, ready, folder, verdict, result), result, bool(stop)
     except AtlasError:
         if folder:
@@ -274,7 +283,8 @@ def _go(
                     clock = time.monotonic()
             if stop:
                 break
-    if folder and stop:
+    ended = moment.stage == len(plan)  # not if its last stage had no step to take
+    if folder and moment is not start and not ended:
         folder.save(*to_saved(moment))
     return moment
 
@@ -282,7 +292,8 @@ def _go(
 def row_of(ready: Prepared, moment: Moment, measure: str = "accuracy") -> dict[str, object]:
     """One line of metrics.jsonl."""
     assert moment.step is not None
-    stage = ready.plan[min(moment.stage, len(ready.plan) - 1)]
+    ended = not moment.state  # the moment is that of the next stage already
+    stage = ready.plan[moment.stage - ended]
     found = dataclasses.asdict(moment.step)
     row = {measure if key == "accuracy" else key: value for key, value in found.items()}
     return {"stage": stage.name, **row}
@@ -307,6 +318,12 @@ def stoppable() -> Iterator[list[int]]:
 # The result -----------------------------------------------------------------------------------
 
 
+def _with_classes(ready: Prepared, verdict: Verdict, result: Result) -> Result:
+    from atlas_cli.classwise import by_class
+
+    return dataclasses.replace(result, classes=by_class(ready, verdict.coefficients))
+
+
 def _write(
     command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
 ) -> str:
@@ -315,7 +332,7 @@ def _write(
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
-        folder.finish(text, table)
+        folder.finish(text, table, result.record())
     return text
 
 
