@@ -72,122 +72,7 @@ def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class Tower:
-    """A module whose parameters named in a composition are composed before it runs.
-
-    `prefix` is what the composition puts before the module's own names. Buffers, such as the
-    statistics of batch normalisation, stay those of the module. A linear tower runs the module's
-    first-order expansion at the base instead: f(x; theta0) + J (theta - theta0).
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        composition: Composition,
-        *,
-        prefix: str = "",
-        crew: Crew | None = None,
-        linear: bool = False,
-    ) -> None:
-        self.composition = _from_zero(composition) if linear else composition
-        crew = None if linear else crew  # forward-mode derivatives know one thread only
-        self._spread = crew.spread if crew else map
-        self._composed = {
-            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-            for name, tensor in composition.base.items()
-        }
-        make = _Linear if linear else _Replica
-        count = _PARTS if crew else 1
-        self._replicas = [make(module, self._composed, prefix) for _ in range(count)]
-        self._half = next(module.parameters()).device.type == "cuda"
-
-    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Compose: from now on the module runs with these tensors."""
-        self.loaded = values = coefficients.detach().float()
-
-        def write(name: str) -> None:
-            compose_block(self.composition, name, values, self._composed[name])
-
-        with torch.no_grad():
-            list(self._spread(write, self._composed))
-        return self._composed
-
-    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors that were made otherwise: from now on the module runs with these."""
-        for name, tensor in self._composed.items():
-            tensor.copy_(tensors[name])
-
-    def features(self, images: torch.Tensor) -> torch.Tensor:
-        """What the module gives for a batch, without gradients."""
-
-        def run(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
-            with torch.no_grad(), self._precision():
-                return item[0].run(item[1]).float()
-
-        found = []
-        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
-            some = images[first : first + _AT_ONCE * len(self._replicas)]
-            found += list(self._spread(run, self._dealt(some)))
-        return torch.cat(found)
-
-    def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
-        """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
-
-        def forth(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
-            with torch.enable_grad(), self._precision():
-                return item[0].run(item[1])
-
-        parts = list(self._spread(forth, self._dealt(images)))
-        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
-        loss = loss_of(features)
-        loss.backward()
-        assert features.grad is not None
-        gradients = features.grad.split([len(part) for part in parts])
-
-        def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
-            item[0].backward(item[1].to(item[0].dtype))
-
-        list(self._spread(back, zip(parts, gradients, strict=True)))
-        return loss.detach()
-
-    def gradient(self) -> torch.Tensor:
-        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
-        return coefficient_gradient(self.composition, self.gradients(), self._spread)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """dL/dtheta of the composed tensors since the last call; they are let go."""
-        summed: dict[str, torch.Tensor] = {}
-        for name in self._composed:
-            for replica in self._replicas:
-                parameter = replica.parameters[name]
-                if parameter.grad is not None:
-                    summed[name] = _sum(summed.get(name), parameter.grad)
-                    parameter.grad = None
-        return summed
-
-    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[_Replica, torch.Tensor]]:
-        """The batch in as many equal parts as there are replicas."""
-        parts = images.tensor_split(len(self._replicas))
-        return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
-
-    def _precision(self) -> torch.autocast:
-        return torch.autocast("cuda", torch.float16, enabled=self._half)
-
-
-def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if total is None else total.add_(gradient)
-
-
-def _from_zero(composition: Composition) -> Composition:
-    """The same composition on top of nothing: what is added to the base."""
-    base = {
-        name: torch.zeros(1, device=tensor.device).expand(tensor.shape)
-        for name, tensor in composition.base.items()
-    }
-    return dataclasses.replace(composition, base=base)
-
-
-class _Replica:
+class Replica:
     """A copy of a module's structure that shares all tensors but has gradients of its own.
 
     The composed tensors stand where the module's own were.
@@ -207,7 +92,7 @@ class _Replica:
         return self.module(images)  # type: ignore[no-any-return]
 
 
-class _Linear(_Replica):
+class Linear(Replica):
     """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
 
     def __init__(
@@ -229,10 +114,20 @@ class _Linear(_Replica):
         def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
             return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
 
-        delta = {self._names[name]: tensor for name, tensor in self.parameters.items()}
         with sdpa_kernel(SDPBackend.MATH):
-            value, change = jvp(features, (self._base,), (delta,))  # type: ignore[misc]
+            value, change = jvp(features, (self._base,), (self._delta(),))  # type: ignore[misc]
         return value + change  # type: ignore[no-any-return]
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        """What is given: theta - theta0."""
+        return {self._names[name]: tensor for name, tensor in self.parameters.items()}
+
+
+class Tangent(Linear):
+    """The same for tensors that are theta itself."""
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        return {name: tensor - self._base[name] for name, tensor in super()._delta().items()}
 
 
 def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
@@ -242,3 +137,137 @@ def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter
 def _twin(module: torch.nn.Module) -> torch.nn.Module:
     shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, shared).eval()
+
+
+class Runner:
+    """A module that runs with given tensors in place of its own, and keeps their gradients.
+
+    `prefix` is what the names of the tensors have before the module's own. Buffers, such as the
+    statistics of batch normalisation, stay those of the module, and dropout is off.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+        replica: type[Replica],
+    ) -> None:
+        crew = crew if replica is Replica else None  # forward-mode knows one thread only
+        self._spread = crew.spread if crew else map
+        self._tensors = dict(tensors)
+        count = _PARTS if crew else 1
+        self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
+        self._half = next(module.parameters()).device.type == "cuda"
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors that were made otherwise: from now on the module runs with these."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(tensors[name])
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch, without gradients."""
+
+        def run(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad(), self._precision():
+                return item[0].run(item[1]).float()
+
+        found = []
+        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
+            some = images[first : first + _AT_ONCE * len(self._replicas)]
+            found += list(self._spread(run, self._dealt(some)))
+        return torch.cat(found)
+
+    def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
+        """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
+
+        def forth(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.enable_grad(), self._precision():
+                return item[0].run(item[1])
+
+        parts = list(self._spread(forth, self._dealt(images)))
+        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
+        loss = loss_of(features)
+        loss.backward()
+        assert features.grad is not None
+        gradients = features.grad.split([len(part) for part in parts])
+
+        def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
+            item[0].backward(item[1].to(item[0].dtype))
+
+        list(self._spread(back, zip(parts, gradients, strict=True)))
+        return loss.detach()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """dL/dtheta of the composed tensors since the last call; they are let go."""
+        summed: dict[str, torch.Tensor] = {}
+        for name in self._tensors:
+            for replica in self._replicas:
+                parameter = replica.parameters[name]
+                if parameter.grad is not None:
+                    summed[name] = _sum(summed.get(name), parameter.grad)
+                    parameter.grad = None
+        return summed
+
+    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[Replica, torch.Tensor]]:
+        """The batch in as many equal parts as there are replicas."""
+        parts = images.tensor_split(len(self._replicas))
+        return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cuda", torch.float16, enabled=self._half)
+
+
+def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if total is None else total.add_(gradient)
+
+
+class Tower(Runner):
+    """A module whose parameters named in a composition are composed before it runs.
+
+    A linear tower runs the module's first-order expansion at the base instead:
+    f(x; theta0) + J (theta - theta0).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        composition: Composition,
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+        linear: bool = False,
+    ) -> None:
+        self.composition = _from_zero(composition) if linear else composition
+        composed = {
+            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for name, tensor in composition.base.items()
+        }
+        replica = Linear if linear else Replica
+        super().__init__(module, composed, prefix=prefix, crew=crew, replica=replica)
+
+    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Compose: from now on the module runs with these tensors."""
+        self.loaded = values = coefficients.detach().float()
+
+        def write(name: str) -> None:
+            compose_block(self.composition, name, values, self._tensors[name])
+
+        with torch.no_grad():
+            list(self._spread(write, self._tensors))
+        return self._tensors
+
+    def gradient(self) -> torch.Tensor:
+        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
+        return coefficient_gradient(self.composition, self.gradients(), self._spread)
+
+
+def _from_zero(composition: Composition) -> Composition:
+    """The same composition on top of nothing: what is added to the base."""
+    base = {
+        name: torch.zeros(1, device=tensor.device).expand(tensor.shape)
+        for name, tensor in composition.base.items()
+    }
+    return dataclasses.replace(composition, base=base)
