@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from atlas_cli.errors import DataError, UsageError, nearest
 GRAMMAR = "a folder with a sub-folder per class, a flat folder, csv:FILE or builtin:NAME"
 DEFAULT_TEMPLATE = "a photo of a {}."
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_SPLIT = re.compile(r"(val|valid|validation|train|test)$")
 SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split()  # noqa: SIM905
 )
@@ -50,6 +52,17 @@ class Dataset:
     def unlabelled(self) -> Dataset:
         """The same images with nothing left that says which class they are of."""
         return replace(self, samples=tuple(Sample(s.key, None) for s in self.samples))
+
+
+def task_name(dataset: Dataset) -> str:
+    """What a task is called: the name of its folder, of its table or of the built-in task."""
+    name = Path(dataset.name.removeprefix("csv:")).stem
+    return dataset.drawn or name or dataset.root.resolve().name
+
+
+def plain_name(name: str) -> str:
+    """A name by which the same task is known: small letters, and no word for a split at its end."""
+    return _SPLIT.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
 # References -----------------------------------------------------------------------------------
@@ -99,6 +112,17 @@ def open_dataset(
     return replace(dataset, templates=tuple(templates)) if templates else dataset
 
 
+def has_split(text: str, split: str) -> bool:
+    """Whether there is a split of that name behind a data reference."""
+    (text,) = expand_references([text])
+    scheme, _, rest = text.partition(":")
+    if scheme == "builtin":
+        return split in builtin.TASKS[rest].sizes
+    if scheme == "csv":
+        return any(row.get("split") == split for row in _rows(Path(rest).expanduser()))
+    return split in _split_folders(_folders(Path(text).expanduser()))
+
+
 def _from_builtin(text: str, name: str, split: str) -> Dataset:
     task = builtin.TASKS[name]
     if split not in task.sizes:
@@ -117,19 +141,24 @@ def _from_folder(text: str, root: Path, split: str | None, preferred: Sequence[s
     if not root.is_dir():
         raise DataError(f"{text}: expected a folder, found a file (csv:{text} for a table)")
     folders = _folders(root)
-    splits = {
-        name: folder
-        for name, spellings in SPLITS.items()
-        for folder in folders
-        if folder.name in spellings
-    }
-    if folders and len(splits) == len(folders):
+    if splits := _split_folders(folders):
         chosen = _choose_split(text, splits, [split] if split else preferred)
         keys = sorted({child.name for folder in splits.values() for child in _folders(folder)})
         return _from_classes(text, root, splits[chosen], chosen, keys)
     if split:
         raise UsageError(f"{text}: has no split folders ({', '.join(SPLITS)}) to take {split} from")
     return _from_classes(text, root, root, "all", [folder.name for folder in folders])
+
+
+def _split_folders(folders: Sequence[Path]) -> dict[str, Path]:
+    """The splits that these folders are, or nothing unless each of them is one."""
+    splits = {
+        name: folder
+        for name, spellings in SPLITS.items()
+        for folder in folders
+        if folder.name in spellings
+    }
+    return splits if len(splits) == len(folders) else {}
 
 
 def _choose_split(text: str, splits: dict[str, Path], wanted: Sequence[str]) -> str:

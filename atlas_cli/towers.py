@@ -81,7 +81,7 @@ class Replica:
     def __init__(
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
-        self.module = _twin(module)
+        self.module = twin(module)
         self.parameters = _leaves(composed)
         for name, parameter in self.parameters.items():
             path, _, leaf = name.removeprefix(prefix).rpartition(".")
@@ -98,7 +98,7 @@ class Linear(Replica):
     def __init__(
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
-        self.module = _twin(module)
+        self.module = twin(module)
         self.parameters = _leaves(composed)
         own = dict(self.module.named_parameters())
         self._names = {name: name.removeprefix(prefix) for name in composed}
@@ -134,7 +134,8 @@ def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter
     return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
 
 
-def _twin(module: torch.nn.Module) -> torch.nn.Module:
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module's structure that shares all of its tensors."""
     shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, shared).eval()
 
