@@ -20,6 +20,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
     "learning_recipe": ({"errors", "recipe"}, set()),
+    "finetune_recipe": ({"data", "errors", "learning_recipe"}, set()),
     "coefficients": (set(), set()),
     "method_table": (set(), set()),
     "settings": ({"errors", "method_table"}, set()),
@@ -104,6 +105,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"bases", "checkpoint", "extract", "learning", "recipe", "sources", "vectors"},
         {"torch"},
     ),
+    "tunable": ({"errors", "norms", "towers"}, {"torch"}),
+    "adapters": ({"errors", "towers", "tunable"}, {"torch"}),
+    "model_folders": ({"checkpoint", "errors", "merging", "models"}, {"torch"}),
+    "finetune": (
+        {"adapters", "core", "data", "errors", "finetune_recipe", "heads", "learn", "learning"}
+        | {"model_folders", "models", "pixels", "resuming", "runs", "selection", "streams"}
+        | {"towers", "tunable"},
+        {"torch"},
+    ),
     "fit": ({"joint", "learning", "selection", "streams"}, set()),
     "negate": ({"core", "joint", "learning", "learning_recipe", "selection", "streams"}, {"torch"}),
     "add": (
@@ -137,7 +147,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
-        | {"online", "resuming", "runs", "selection", "settings", "trim", "tta", "tuned"}
+        | {
+            "finetune",
+            "finetune_recipe",
+            "online",
+            "resuming",
+            "runs",
+            "selection",
+            "settings",
+            "trim",
+            "tta",
+            "tuned",
+        }
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
