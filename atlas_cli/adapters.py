@@ -20,23 +20,27 @@ from atlas_cli.tunable import Pair
 ALPHA = 32  # the scale is ALPHA / rank, as in the paper's own adapters
 _PREFIX = "base_model.model."
 _TOWER = "visual."
+# peft adapts the output of torch's attention along with its input, but adds that product twice
+# (as of 0.21), so that an adapter of it has no one meaning: its `up` stays zero.
+_UNTRAINED = ".base_layer.out_proj."
 
 
 def start_factors(
     clip: torch.nn.Module, rank: int, seed: int
 ) -> tuple[dict[str, torch.Tensor], list[Pair]]:
-    """The factors of a fresh adapter, in which all `up` are zero, and the weights they adapt."""
+    """The trained factors of a fresh adapter, and the weights they adapt; all `up` are zero."""
     with _adapted(clip, rank, seed) as (peft, model):
         found = peft.get_peft_model_state_dict(model)
-        factors = {name: tensor.detach().clone() for name, tensor in found.items()}
-    names = dict(clip.named_parameters())
+        names = [name for name in found if _UNTRAINED not in name]
+        factors = {name: found[name].detach().clone() for name in names}
+    parameters = dict(clip.named_parameters())
     pairs = []
     for down in factors:
         module = down.removesuffix(".lora_A.weight")
         if module != down:
-            inner = module.removeprefix(_PREFIX).replace(".base_layer", "")
+            inner = module.removeprefix(_PREFIX)
             whole = f"{inner}.in_proj_weight"
-            weight = whole if whole in names else f"{inner}.weight"
+            weight = whole if whole in parameters else f"{inner}.weight"
             pairs.append(Pair(weight, f"{module}.lora_B.weight", down))
     return factors, pairs
 
@@ -44,7 +48,7 @@ def start_factors(
 def write_adapter(
     clip: torch.nn.Module, rank: int, factors: Mapping[str, torch.Tensor], folder: Path
 ) -> None:
-    """Have peft write factors in its own format, into a folder that it makes."""
+    """Have peft write trained factors in its own format."""
     with _adapted(clip, rank, 0) as (peft, model):
         peft.set_peft_model_state_dict(model, {name: t.cpu() for name, t in factors.items()})
         try:
