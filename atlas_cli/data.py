@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,6 @@ from atlas_cli.errors import DataError, UsageError, nearest
 GRAMMAR = "a folder with a sub-folder per class, a flat folder, csv:FILE or builtin:NAME"
 DEFAULT_TEMPLATE = "a photo of a {}."
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-_SPLIT = re.compile(r"(val|valid|validation|train|test)$")
 SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split()  # noqa: SIM905
 )
@@ -52,17 +50,6 @@ class Dataset:
     def unlabelled(self) -> Dataset:
         """The same images with nothing left that says which class they are of."""
         return replace(self, samples=tuple(Sample(s.key, None) for s in self.samples))
-
-
-def task_name(dataset: Dataset) -> str:
-    """What a task is called: the name of its folder, of its table or of the built-in task."""
-    name = Path(dataset.name.removeprefix("csv:")).stem
-    return dataset.drawn or name or dataset.root.resolve().name
-
-
-def plain_name(name: str) -> str:
-    """A name by which the same task is known: small letters, and no word for a split at its end."""
-    return _SPLIT.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
 # References -----------------------------------------------------------------------------------

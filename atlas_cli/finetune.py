@@ -13,7 +13,6 @@ import torch
 
 from atlas_cli.adapters import ALPHA, start_factors, write_adapter
 from atlas_cli.core.descent import Descent, WeightDescender
-from atlas_cli.data import task_name
 from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.finetune_recipe import FinetuneRecipe, epochs_of, warmup_of
 from atlas_cli.heads import zero_shot_head
@@ -21,6 +20,7 @@ from atlas_cli.learn import Step, descend
 from atlas_cli.learning import Inputs, config_of
 from atlas_cli.model_folders import whole_folder, write_model
 from atlas_cli.models import Clip, open_model
+from atlas_cli.names import task_name
 from atlas_cli.pixels import Pixels, view_of
 from atlas_cli.resuming import below
 from atlas_cli.runs import Saved

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atlas_cli.data import plain_name
 from atlas_cli.errors import UsageError
 from atlas_cli.learning_recipe import Checks, number_problems, parse_shots, told
+from atlas_cli.names import plain_name
 
 TUNED = ("all", "layernorm", "projection")
 AUGMENTS = ("slight", "flip", "crop", "none")

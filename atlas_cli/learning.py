@@ -18,11 +18,12 @@ from atlas_cli.coefficients import MANY, Table, to_table
 from atlas_cli.core import blocks
 from atlas_cli.core.blocks import Layout, Shapes
 from atlas_cli.core.descent import Descent
-from atlas_cli.data import Dataset, plain_name, task_name
+from atlas_cli.data import Dataset
 from atlas_cli.errors import MismatchError
 from atlas_cli.heads import zero_shot_head
 from atlas_cli.learning_recipe import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
 from atlas_cli.models import Clip, Opening, open_model, read_tensors
+from atlas_cli.names import plain_name, task_name
 from atlas_cli.norms import NormTower
 from atlas_cli.pixels import Pixels, view_of
 from atlas_cli.pools import Member, Pool, compose_pool, open_pool

@@ -24,13 +24,13 @@ class Training:
     """How images are shown: passes over them, or steps if those are given, and how many at once."""
 
     epochs: int = 10
-    steps: int | None = None
     batch_size: int = 128
     accumulate: int = 1
     min_steps: int = 10
     augment: str = "flip"
     seed: int = 0
     descent: Descent = field(default_factory=Descent)
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,64 +5,40 @@
 A ViT-B/32 image tower with random weights, batch 16, random images, all weights trained. Every
 measurement is a process of its own, in random order; memory is the peak of resident memory over
 the interpreter with torch and open_clip loaded. Prints a markdown table with ratios to the loop
-by hand; the goal is at most 1.1 in both. The other rows are ways to take less memory.
+by hand; the goal is at most 1.1 in time and in memory. The last rows are ways to take less of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import random
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fit import resident, status, table
+from fit import scene, status, table
+from measuring import between, clocks, measured
 
-BATCH = 16
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, activations computed twice": {"checkpoint": True},
     "ours, in 4 parts": {"parts": 4},
     "ours, LayerNorms only": {"tune": "layernorm"},
 }
 KINDS = ("by hand", *OURS)
-
-
-# One measurement, in a process of its own -------------------------------------------------------
+FORMS = {"seconds": ".2f", "cpu": ".2f", "megabytes": ".0f"}
 
 
 def measure(kind: str, steps: int) -> dict[str, float]:
-    import torch
-
-    from atlas_cli.vision import import_open_clip
-
-    open_clip = import_open_clip()
-    torch.manual_seed(0)
-    before = resident()
-    logging.disable(logging.WARNING)
-    tower = open_clip.create_model("ViT-B-32", force_quick_gelu=True).visual
-    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(10, (BATCH,))
-    head = torch.randn(10, 512)
-    if kind == "by hand":
-        moments = by_hand(tower, images, labels, head)
-    else:
-        moments = ours(tower, images, labels, head, steps + 1, **OURS[kind])
+    """The median time of a step after the first, and the peak of memory."""
+    before, *scenery = scene()
+    makers = {name: partial(ours, steps=steps + 1, **more) for name, more in OURS.items()}
+    moments = makers.get(kind, by_hand)(*scenery)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the model
-    seconds = [timed(lambda: next(moments)) for _ in range(steps + 1)][1:]
-    peak = status("VmHWM") - before
-    return {"seconds": statistics.median(seconds), "megabytes": peak / 1e6}
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    marks = [clocks()]
+    for _ in range(steps + 1):
+        next(moments)
+        marks.append(clocks())
+    return between(marks) | {"megabytes": (status("VmHWM") - before) / 1e6}
 
 
 def by_hand(tower: Any, images: Any, labels: Any, head: Any) -> Iterator[None]:
@@ -124,54 +100,16 @@ def ours(
     return descend(engine, walker, Batch())
 
 
-# All of them ------------------------------------------------------------------------------------
-
-
-def run(kind: str, steps: int) -> dict[str, float]:
-    """A measurement by a fresh interpreter."""
-    command = [sys.executable, __file__, "--child", kind, "--steps", str(steps)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-
-def collect(rounds: int, steps: int) -> dict[str, dict[str, float]]:
-    """The median of every measurement over some rounds, each in another order."""
-    seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for number in range(rounds):
-        for kind in random.Random(number).sample(KINDS, len(KINDS)):
-            seen[kind].append(run(kind, steps))
-            print(number, kind, seen[kind][-1], file=sys.stderr, flush=True)
-    return {
-        kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        for kind, rows in seen.items()
-    }
-
-
-def show(found: dict[str, dict[str, float]]) -> None:
-    plain = found["by hand"]
-    rows = [
-        [
-            kind,
-            f"{row['seconds']:.2f}",
-            f"{row['seconds'] / plain['seconds']:.2f}",
-            f"{row['megabytes']:.0f}",
-            f"{row['megabytes'] / plain['megabytes']:.2f}",
-        ]
-        for kind, row in found.items()
-    ]
-    print("\n".join(table(["step", "s", "ratio", "MB", "ratio"], rows)))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child, options.steps)))
-    else:
-        show(collect(options.rounds, options.steps))
+    found = measured(__file__, __doc__ or "", KINDS, measure)
+    if found is None:
+        return
+    plain, rows = found["by hand"], []
+    for kind, row in found.items():
+        cells = [f"{row[key]:{form}}" for key, form in FORMS.items()]
+        ratios = [f"{row[key] / plain[key]:.2f}" for key in FORMS]
+        rows.append([kind, *cells, *ratios])
+    print("\n".join(table(["step", "s", "s of cores", "MB", *(["ratio"] * 3)], rows)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
     "learning_recipe": ({"errors", "recipe"}, set()),
-    "finetune_recipe": ({"data", "errors", "learning_recipe"}, set()),
+    "finetune_recipe": ({"errors", "learning_recipe", "names"}, set()),
     "coefficients": (set(), set()),
     "method_table": (set(), set()),
     "settings": ({"errors", "method_table"}, set()),
@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "files", "pickles", "tensors"}, {"torch", "safetensors"}),
     "layouts": ({"errors", "tensors"}, {"torch"}),
     "data": ({"builtin", "errors"}, set()),
+    "names": ({"data"}, set()),
     "images": ({"builtin", "data", "errors"}, {"PIL"}),
     "batches": ({"data", "errors", "images"}, {"torch", "PIL"}),
     "models": (
@@ -88,7 +89,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "resuming": ({"errors", "learn", "runs", "selection"}, {"torch"}),
     "learning": (
         {"coefficients", "core", "data", "errors", "heads", "learning_recipe", "models", "pixels"}
-        | {"norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
+        | {"names", "norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
         {"torch"},
     ),
     "blind": ({"core", "learn", "pixels", "streams", "towers"}, {"torch"}),
@@ -109,7 +110,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "adapters": ({"errors", "towers", "tunable"}, {"torch"}),
     "model_folders": ({"checkpoint", "errors", "merging", "models"}, {"torch"}),
     "finetune": (
-        {"adapters", "core", "data", "errors", "finetune_recipe", "heads", "learn", "learning"}
+        {"adapters", "core", "errors", "finetune_recipe", "heads", "learn", "learning", "names"}
         | {"model_folders", "models", "pixels", "resuming", "runs", "selection", "streams"}
         | {"towers", "tunable"},
         {"torch"},

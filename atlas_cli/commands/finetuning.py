@@ -24,9 +24,10 @@ from atlas_cli.commands.learning import (
 from atlas_cli.commands.learning_options import Wishes
 from atlas_cli.commands.steps import stoppable, walk
 from atlas_cli.commands.targets import Target, check_targets
-from atlas_cli.data import Dataset, expand_references, has_split, task_name
+from atlas_cli.data import Dataset, expand_references, has_split
 from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.finetune_recipe import FinetuneRecipe, finetune_recipe
+from atlas_cli.names import task_name
 from atlas_cli.sources import locate, parse_reference
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def _tasks(recipe: FinetuneRecipe, wanted: Wanted, wishes: Wishes) -> Iterator[T
         raise UsageError(f"--vector is one file for {len(names)} tasks; give --vectors-dir DIR")
     if wanted.vector and wanted.folder:
         raise UsageError("--vector and --vectors-dir both say where the vector goes; give one")
+    if wanted.vector and wanted.vector.suffix != ".safetensors":
+        raise UsageError(f"--vector {wanted.vector}: expected a name that ends in .safetensors")
     for name in names:
         dataset = open_labelled(recipe, name)
         called = task_name(dataset)
