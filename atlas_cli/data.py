@@ -99,6 +99,17 @@ def open_dataset(
     return replace(dataset, templates=tuple(templates)) if templates else dataset
 
 
+def has_split(text: str, split: str) -> bool:
+    """Whether there is a split of that name behind a data reference."""
+    (text,) = expand_references([text])
+    scheme, _, rest = text.partition(":")
+    if scheme == "builtin":
+        return split in builtin.TASKS[rest].sizes
+    if scheme == "csv":
+        return any(row.get("split") == split for row in _rows(Path(rest).expanduser()))
+    return split in _split_folders(_folders(Path(text).expanduser()))
+
+
 def _from_builtin(text: str, name: str, split: str) -> Dataset:
     task = builtin.TASKS[name]
     if split not in task.sizes:
@@ -117,19 +128,24 @@ def _from_folder(text: str, root: Path, split: str | None, preferred: Sequence[s
     if not root.is_dir():
         raise DataError(f"{text}: expected a folder, found a file (csv:{text} for a table)")
     folders = _folders(root)
-    splits = {
-        name: folder
-        for name, spellings in SPLITS.items()
-        for folder in folders
-        if folder.name in spellings
-    }
-    if folders and len(splits) == len(folders):
+    if splits := _split_folders(folders):
         chosen = _choose_split(text, splits, [split] if split else preferred)
         keys = sorted({child.name for folder in splits.values() for child in _folders(folder)})
         return _from_classes(text, root, splits[chosen], chosen, keys)
     if split:
         raise UsageError(f"{text}: has no split folders ({', '.join(SPLITS)}) to take {split} from")
     return _from_classes(text, root, root, "all", [folder.name for folder in folders])
+
+
+def _split_folders(folders: Sequence[Path]) -> dict[str, Path]:
+    """The splits that these folders are, or nothing unless each of them is one."""
+    splits = {
+        name: folder
+        for name, spellings in SPLITS.items()
+        for folder in folders
+        if folder.name in spellings
+    }
+    return splits if len(splits) == len(folders) else {}
 
 
 def _choose_split(text: str, splits: dict[str, Path], wanted: Sequence[str]) -> str:

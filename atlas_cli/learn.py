@@ -6,12 +6,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.towers import LossOf, Tower
+from atlas_cli.towers import LossOf
+
+Values = TypeVar("Values")  # what is learned: a table of coefficients, or named weights
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,21 @@ class Step:
     rate: float
 
 
-class Walker(Protocol):
-    """Coefficients on their way: AdamW's, or those that take two gradients per step."""
+class Engine(Protocol[Values]):
+    """What takes gradients: a module with something in it that is learned."""
+
+    def load(self, values: Values, /) -> object:
+        """From now on the module runs with these values."""
+
+    def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
+        """Add the gradients of a batch to those kept; gives the loss."""
+
+    def gradient(self) -> Values:
+        """The gradient of everything since the last call."""
+
+
+class Walker(Protocol[Values]):
+    """Values on their way: AdamW's, or those that take two gradients per step."""
 
     number: int
 
@@ -39,10 +54,10 @@ class Walker(Protocol):
         """The learning rate of the next step."""
 
     @property
-    def values(self) -> torch.Tensor:
-        """The coefficients that the next gradient is taken at."""
+    def values(self) -> Values:
+        """Where the next gradient is taken."""
 
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: Values, /) -> None:
         """Take a gradient; `number` grows once there were enough for a step."""
 
     def skip(self) -> None:
@@ -74,7 +89,7 @@ class Problem(Protocol):
         """Whether the last step shows that learning must begin anew."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on beside coefficients."""
+        """What the next step depends on beside the values."""
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a state."""
@@ -95,28 +110,28 @@ class Steady:
         """Nothing to do."""
 
 
-def descend(tower: Tower, walker: Walker, problem: Problem) -> Iterator[Step]:
+def descend(engine: Engine[Values], walker: Walker[Values], problem: Problem) -> Iterator[Step]:
     """Take the steps that remain and yield after each. The caller decides when to stop.
 
-    The vectors are composed once per gradient, however many parts its batch has. A batch without
-    parts moves nothing.
+    Values are loaded once per gradient, however many parts its batch has. A batch without parts
+    moves nothing.
     """
     while walker.number < problem.steps:
         number, rate = walker.number, walker.rate
         while walker.number == number:
-            loss = _gradient_at(tower, walker, problem)
+            loss = _gradient_at(engine, walker, problem)
         if problem.astray():
             walker.reset()
         epoch = number // problem.epoch_steps + 1
         yield Step(number + 1, epoch, loss, problem.accuracy(), rate)
 
 
-def _gradient_at(tower: Tower, walker: Walker, problem: Problem) -> float:
-    """Take one gradient where the coefficients are, hand it on, and give the loss."""
+def _gradient_at(engine: Engine[Values], walker: Walker[Values], problem: Problem) -> float:
+    """Take one gradient where the values are, hand it on, and give the loss."""
     scaler = walker.scaler
-    tower.load(walker.values)
+    engine.load(walker.values)
     losses = [
-        tower.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
+        engine.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
         for images, loss_of in problem.batches(walker.number)
     ]
     loss = sum(losses)
@@ -126,7 +141,7 @@ def _gradient_at(tower: Tower, walker: Walker, problem: Problem) -> float:
             f"(it is {walker.rate:g} there)"
         )
     if losses:
-        walker.step(tower.gradient())
+        walker.step(engine.gradient())
     else:
         walker.skip()
     return loss

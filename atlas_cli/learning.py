@@ -6,11 +6,9 @@ import dataclasses
 import hashlib
 import math
 import platform
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.heads import zero_shot_head
 from atlas_cli.learning_recipe import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
 from atlas_cli.models import Clip, Opening, open_model, read_tensors
+from atlas_cli.names import plain_name, task_name
 from atlas_cli.norms import NormTower
 from atlas_cli.pixels import Pixels, view_of
 from atlas_cli.pools import Member, Pool, compose_pool, open_pool
@@ -36,7 +35,6 @@ from atlas_cli.towers import Tower, crew_for
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
-_SUFFIX = re.compile(r"(val|valid|validation|train|test)$")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Inputs:
     """What a command is given, with every name resolved. `judges` are images to select on."""
 
     command: str
-    recipe: Any  # a LearnRecipe, of the command's own kind
+    recipe: Any  # of the command's own kind
     model: Source
     vectors: tuple[str, ...]
     datasets: tuple[Dataset, ...]
@@ -124,21 +122,9 @@ class Prepared:
 
     def config(self) -> dict[str, Any]:
         """All that decides the result, as JSON."""
-        inputs = self.inputs
-        return {
-            "command": inputs.command,
-            "recipe": dataclasses.asdict(inputs.recipe),
-            "device": self.setting.clip.device.type,
-            "model": inputs.model.provenance(),
+        return config_of(self.inputs, self.setting.clip) | {
             "vectors": [_entry(member) for member in self.pool.members],
             "storage": self.pool.storage,
-            "data": [describe_data(dataset) for dataset in inputs.datasets],
-            "judges": [describe_data(dataset) for dataset in inputs.judges],
-            "versions": {
-                "atlas": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
         }
 
     def learned(self, coefficients: torch.Tensor, file: str | None) -> LearnedRecipe:
@@ -154,6 +140,23 @@ class Prepared:
             linearised=recipe.linearised,
             seed=recipe.seed,
         )
+
+
+def config_of(inputs: Inputs, clip: Clip) -> dict[str, Any]:
+    """All that decides a result apart from task vectors, as JSON."""
+    return {
+        "command": inputs.command,
+        "recipe": dataclasses.asdict(inputs.recipe),
+        "device": clip.device.type,
+        "model": inputs.model.provenance(),
+        "data": [describe_data(dataset) for dataset in inputs.datasets],
+        "judges": [describe_data(dataset) for dataset in inputs.judges],
+        "versions": {
+            "atlas": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
 
 
 def labels_of(layout: Layout, member: Member) -> set[str]:
@@ -265,10 +268,6 @@ def refuse_target(pool: Pool, dataset: Dataset) -> None:
 
 def own_vector(pool: Pool, dataset: Dataset) -> int | None:
     """The number of the vector that by its name was learned on a dataset, if there is one."""
-    target = _plain(dataset.drawn or Path(dataset.name.removeprefix("csv:")).stem)
-    names = [_plain(member.name) for member in pool.members]
+    target = plain_name(task_name(dataset))
+    names = [plain_name(member.name) for member in pool.members]
     return names.index(target) if target in names else None
-
-
-def _plain(name: str) -> str:
-    return _SUFFIX.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,21 +140,34 @@ def _preset(schema: type[LearnRecipe], found: Mapping[str, Any]) -> Mapping[str,
 
 
 def _problems(recipe: LearnRecipe, where: str) -> Iterator[str]:
-    for key, (good, message) in {**_shared_checks(recipe), **_own_checks(recipe)}.items():
+    yield from told(recipe, {**_shared_checks(recipe), **_own_checks(recipe)}, where)
+    above = ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip")
+    yield from number_problems(recipe, above, ("weight_decay", "seed"), where)
+
+
+Checks = dict[str, tuple[bool, str]]
+
+
+def told(recipe: object, checks: Checks, where: str) -> Iterator[str]:
+    """A line for every check that failed."""
+    for key, (good, message) in checks.items():
         if not good:
             yield f"{where}{key}: {message}, found {getattr(recipe, key)!r}"
-    for key in ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip"):
+
+
+def number_problems(
+    recipe: object, above: Sequence[str], least: Sequence[str], where: str
+) -> Iterator[str]:
+    """A line for every number of keys `above` that is not more than 0, or of `least` below it."""
+    for key in above:
         if not getattr(recipe, key) > 0:
             yield f"{where}{key}: expected more than 0, found {getattr(recipe, key)}"
-    for key in ("weight_decay", "seed"):
+    for key in least:
         if not getattr(recipe, key) >= 0:
             yield f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}"
     for key in ("lr", "weight_decay"):
         if getattr(recipe, key) == math.inf:
             yield f"{where}{key}: expected a finite number, found inf"
-
-
-Checks = dict[str, tuple[bool, str]]
 
 
 def _shared_checks(recipe: LearnRecipe) -> Checks:

@@ -37,9 +37,14 @@ class Clip:
     module: torch.nn.Module
     preprocess: Preprocess
     tokenize: Tokenize
-    config: Mapping[str, Any]
+    blueprint: Blueprint
     source: Source
     device: torch.device
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """open_clip's configuration of the model."""
+        return self.blueprint.model
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def open_model(source: Source, opening: Opening | None = None) -> Clip:
     fill(module, tensors, name)
     module.eval().requires_grad_(False).to(device)
     tokenize = _tokenizer(open_clip, blueprint)
-    return Clip(name, module, preprocess, tokenize, blueprint.model, source, device)
+    return Clip(name, module, preprocess, tokenize, blueprint, source, device)
 
 
 def choose_device(wanted: str) -> torch.device:

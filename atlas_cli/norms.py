@@ -30,16 +30,16 @@ class NormTower(Tower):
         """base + what is learned: from now on the module runs with these tensors."""
         self.loaded = coefficients.detach().float()
         parts = self.loaded.flatten().split(self._sizes)
-        for (name, tensor), part in zip(self._composed.items(), parts, strict=True):
+        for (name, tensor), part in zip(self._tensors.items(), parts, strict=True):
             tensor.copy_(self.composition.base[name] + part.view(tensor.shape))
-        return self._composed
+        return self._tensors
 
     def gradient(self) -> torch.Tensor:
         """dL/dvalues of everything since the last call; the gradients are let go."""
         found = self.gradients()
         parts = [
             found.get(name, torch.zeros_like(tensor)).flatten()
-            for name, tensor in self._composed.items()
+            for name, tensor in self._tensors.items()
         ]
         return torch.cat(parts)[None]
 

@@ -80,11 +80,16 @@ class Pixels:
         return self.view.normalised(stacked.to(self._device))
 
     def cropped(
-        self, indices: Sequence[int], random: torch.Generator, *, mirror: bool
+        self,
+        indices: Sequence[int],
+        random: torch.Generator,
+        *,
+        mirror: bool,
+        scale: tuple[float, float] = augment.SCALE,
     ) -> torch.Tensor:
         """A random crop of every image, perhaps mirrored, normalised."""
         stacked, sizes = augment.stack_images([pair[1] for pair in self._find(indices)])
-        crops = augment.draw_crops(sizes, random, mirror=mirror)
+        crops = augment.draw_crops(sizes, random, mirror=mirror, scale=scale)
         return self.view.normalised(augment.take(stacked.to(self._device), crops, self.view.size))
 
     def add(self, key: str) -> int:

@@ -24,6 +24,7 @@ _RESULTS = (
     *(_STATE, _METRICS, _RECIPE, _RESULT),
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
 )
+MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
 _UNCHECKED = ("versions",)
 
 
@@ -112,8 +113,8 @@ class Run:
         """Remove what a run in vain has made. One that went on keeps what there was."""
         if self.resumed:
             return
-        for name in (_CONFIG, *_RESULTS):
-            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / _CONFIG).unlink(missing_ok=True)
+        _clear(self.folder)
         if self.made and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
@@ -171,10 +172,17 @@ def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run
             _check_same(folder / _CONFIG, config)
             run.resumed = True
             return run
-        for name in _RESULTS:
-            (folder / name).unlink(missing_ok=True)
+        _clear(folder)
         write_text(folder / _CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
     return run
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run has found."""
+    for name in _RESULTS:
+        (folder / name).unlink(missing_ok=True)
+    for name in (MODEL, ADAPTER):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _check_same(path: Path, config: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ from atlas_cli.streams import Training
 from atlas_cli.towers import Tower
 
 _HELD_OUT = 4  # one image in so many of a class
+_TENTH, _MOST = 0.1, 5000  # of all images, where there are many of them
 _FOLDS = 4
 
 Indices = tuple[tuple[int, ...], ...]  # of the images of every task
@@ -57,6 +58,17 @@ def stages(select: str, tasks: Sequence[Pixels], seed: int) -> list[Stage]:
         held = [[i for some in each for i in some[fold::folds]] for each in classes]
         found.append(Stage(f"fold {fold + 1}", _rest(everything, held), _sorted(held), True))
     return [*found, Stage("all", everything, (), False)]
+
+
+def hold_out(pixels: Pixels, seed: int) -> tuple[int, ...]:
+    """A tenth of every class, but one image at least of every class that has two, and 5000 in all.
+
+    None if every class has one image only.
+    """
+    classes = _by_class(pixels, seed)
+    share = min(_TENTH, _MOST / len(pixels.dataset.samples))
+    held = [some[: max(1, int(share * len(some)))] for some in classes if len(some) > 1]
+    return tuple(sorted(index for some in held for index in some))
 
 
 def _held_of(members: Sequence[int]) -> int:
@@ -204,7 +216,7 @@ def _retreat(
     return tables[max(valid, key=lambda number: tried[number])], tried
 
 
-def walker_of(material: Material, steps: int) -> Walker:
+def walker_of(material: Material, steps: int) -> Walker[torch.Tensor]:
     """Coefficients at their start, with the descent that is wanted."""
     descent = material.training.descent
     if descent.sharp:

@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from atlas_cli.core.augment import MILD
 from atlas_cli.core.descent import Descent
 from atlas_cli.core.objectives import Loss, cross_entropy, logits_of
 from atlas_cli.learn import Steady, generator_of
 from atlas_cli.pixels import Pixels
-from atlas_cli.towers import LossOf, Tower
+from atlas_cli.towers import LossOf, Runner
 
 _CHECKED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Training:
-    """How images are shown: passes over them, and how many at once."""
+    """How images are shown: passes over them, or steps if those are given, and how many at once."""
 
     epochs: int = 10
     batch_size: int = 128
@@ -29,6 +30,7 @@ class Training:
     augment: str = "flip"
     seed: int = 0
     descent: Descent = field(default_factory=Descent)
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Streams(Steady):
         ]
         passes = [math.ceil(count / size) for count, size in zip(shown, sizes, strict=True)]
         self.epoch_steps = max(passes)
-        self.steps = training.epochs * self.epoch_steps
+        self.steps = training.steps or training.epochs * self.epoch_steps
         self._decks = []
         for number, (some, size) in enumerate(zip(indices, sizes, strict=True)):
             longest = passes[number] == self.epoch_steps
@@ -120,6 +122,8 @@ def show(
         return pixels.fixed(some)
     if augment == "mild":
         return pixels.mild(some, random)
+    if augment == "slight":
+        return pixels.cropped(some, random, mirror=False, scale=MILD)
     return pixels.cropped(some, random, mirror=augment == "flip")
 
 
@@ -157,7 +161,7 @@ class Score:
     gain: float  # minus the mean cross-entropy
 
 
-def score(tower: Tower, pixels: Pixels, indices: Sequence[int], head: torch.Tensor) -> Score:
+def score(tower: Runner, pixels: Pixels, indices: Sequence[int], head: torch.Tensor) -> Score:
     """Classify images as evaluation would, with the coefficients that the tower has loaded."""
     logits = predict(tower, pixels, indices, head)
     labels = pixels.labels[list(indices)]
@@ -175,7 +179,7 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def predict(
-    tower: Tower, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    tower: Runner, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
 ) -> torch.Tensor:
     """The logits of images as evaluation sees them, (images, classes)."""
     found = []

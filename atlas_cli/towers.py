@@ -71,55 +71,107 @@ def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class Tower:
-    """A module whose parameters named in a composition are composed before it runs.
+class Replica:
+    """A copy of a module's structure that shares all tensors but has gradients of its own.
 
-    `prefix` is what the composition puts before the module's own names. Buffers, such as the
-    statistics of batch normalisation, stay those of the module. A linear tower runs the module's
-    first-order expansion at the base instead: f(x; theta0) + J (theta - theta0).
+    The composed tensors stand where the module's own were.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = twin(module)
+        self.parameters = _leaves(composed)
+        for name, parameter in self.parameters.items():
+            path, _, leaf = name.removeprefix(prefix).rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, parameter)
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch."""
+        return self.module(images)  # type: ignore[no-any-return]
+
+
+class Linear(Replica):
+    """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = twin(module)
+        self.parameters = _leaves(composed)
+        own = dict(self.module.named_parameters())
+        self._names = {name: name.removeprefix(prefix) for name in composed}
+        self._base = {short: own[short].detach() for short in self._names.values()}
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
+        with warnings.catch_warnings():  # torch warns of itself when this is first imported
+            warnings.simplefilter("ignore", DeprecationWarning)
+            importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """The first-order expansion for a batch."""
+
+        def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            value, change = jvp(features, (self._base,), (self._delta(),))  # type: ignore[misc]
+        return value + change  # type: ignore[no-any-return]
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        """What is given: theta - theta0."""
+        return {self._names[name]: tensor for name, tensor in self.parameters.items()}
+
+
+class Tangent(Linear):
+    """The same for tensors that are theta itself."""
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        return {name: tensor - self._base[name] for name, tensor in super()._delta().items()}
+
+
+def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module's structure that shares all of its tensors."""
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, shared).eval()
+
+
+class Runner:
+    """A module that runs with given tensors in place of its own, and keeps their gradients.
+
+    `prefix` is what the names of the tensors have before the module's own. Buffers, such as the
+    statistics of batch normalisation, stay those of the module, and dropout is off.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        composition: Composition,
+        tensors: Mapping[str, torch.Tensor],
         *,
         prefix: str = "",
         crew: Crew | None = None,
-        linear: bool = False,
+        replica: type[Replica],
     ) -> None:
-        self.composition = _from_zero(composition) if linear else composition
-        count = crew.parts if crew and not linear else 1  # a derivative forwards has one thread
+        # A derivative forwards has one thread.
+        count = crew.parts if crew and replica is Replica else 1
         self._over_blocks = crew.spread if crew else map
         self._over_parts = crew.spread if crew and count > 1 else map
-        self._composed = {
-            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-            for name, tensor in composition.base.items()
-        }
-        make = _Linear if linear else _Replica
-        self._replicas = [make(module, self._composed, prefix) for _ in range(count)]
+        self._tensors = dict(tensors)
+        self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
         self._half = next(module.parameters()).device.type == "cuda"
-
-    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Compose: from now on the module runs with these tensors."""
-        self.loaded = values = coefficients.detach().float()
-
-        def write(name: str) -> None:
-            compose_block(self.composition, name, values, self._composed[name])
-
-        with torch.no_grad():
-            list(self._over_blocks(write, self._composed))
-        return self._composed
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors that were made otherwise: from now on the module runs with these."""
-        for name, tensor in self._composed.items():
+        for name, tensor in self._tensors.items():
             tensor.copy_(tensors[name])
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
         """What the module gives for a batch, without gradients."""
 
-        def run(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
+        def run(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
             with torch.no_grad(), self._precision():
                 return item[0].run(item[1]).float()
 
@@ -132,7 +184,7 @@ class Tower:
     def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
         """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
 
-        def forth(item: tuple[_Replica, torch.Tensor]) -> torch.Tensor:
+        def forth(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
             with torch.enable_grad(), self._precision():
                 return item[0].run(item[1])
 
@@ -149,14 +201,10 @@ class Tower:
         list(self._over_parts(back, zip(parts, gradients, strict=True)))
         return loss.detach()
 
-    def gradient(self) -> torch.Tensor:
-        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
-        return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
-
     def gradients(self) -> dict[str, torch.Tensor]:
         """dL/dtheta of the composed tensors since the last call; they are let go."""
         summed: dict[str, torch.Tensor] = {}
-        for name in self._composed:
+        for name in self._tensors:
             for replica in self._replicas:
                 parameter = replica.parameters[name]
                 if parameter.grad is not None:
@@ -164,7 +212,7 @@ class Tower:
                     parameter.grad = None
         return summed
 
-    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[_Replica, torch.Tensor]]:
+    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[Replica, torch.Tensor]]:
         """The batch in as many equal parts as there are replicas."""
         parts = images.tensor_split(len(self._replicas))
         return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
@@ -177,6 +225,46 @@ def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     return gradient if total is None else total.add_(gradient)
 
 
+class Tower(Runner):
+    """A module whose parameters named in a composition are composed before it runs.
+
+    A linear tower runs the module's first-order expansion at the base instead:
+    f(x; theta0) + J (theta - theta0).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        composition: Composition,
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+        linear: bool = False,
+    ) -> None:
+        self.composition = _from_zero(composition) if linear else composition
+        composed = {
+            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for name, tensor in composition.base.items()
+        }
+        replica = Linear if linear else Replica
+        super().__init__(module, composed, prefix=prefix, crew=crew, replica=replica)
+
+    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Compose: from now on the module runs with these tensors."""
+        self.loaded = values = coefficients.detach().float()
+
+        def write(name: str) -> None:
+            compose_block(self.composition, name, values, self._tensors[name])
+
+        with torch.no_grad():
+            list(self._over_blocks(write, self._tensors))
+        return self._tensors
+
+    def gradient(self) -> torch.Tensor:
+        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
+        return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
+
+
 def _from_zero(composition: Composition) -> Composition:
     """The same composition on top of nothing: what is added to the base."""
     base = {
@@ -184,60 +272,3 @@ def _from_zero(composition: Composition) -> Composition:
         for name, tensor in composition.base.items()
     }
     return dataclasses.replace(composition, base=base)
-
-
-class _Replica:
-    """A copy of a module's structure that shares all tensors but has gradients of its own.
-
-    The composed tensors stand where the module's own were.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
-    ) -> None:
-        self.module = _twin(module)
-        self.parameters = _leaves(composed)
-        for name, parameter in self.parameters.items():
-            path, _, leaf = name.removeprefix(prefix).rpartition(".")
-            setattr(self.module.get_submodule(path), leaf, parameter)
-
-    def run(self, images: torch.Tensor) -> torch.Tensor:
-        """What the module gives for a batch."""
-        return self.module(images)  # type: ignore[no-any-return]
-
-
-class _Linear(_Replica):
-    """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
-
-    def __init__(
-        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
-    ) -> None:
-        self.module = _twin(module)
-        self.parameters = _leaves(composed)
-        own = dict(self.module.named_parameters())
-        self._names = {name: name.removeprefix(prefix) for name in composed}
-        self._base = {short: own[short].detach() for short in self._names.values()}
-        torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
-        with warnings.catch_warnings():  # torch warns of itself when this is first imported
-            warnings.simplefilter("ignore", DeprecationWarning)
-            importlib.import_module("torch._decomp.decompositions_for_jvp")
-
-    def run(self, images: torch.Tensor) -> torch.Tensor:
-        """The first-order expansion for a batch."""
-
-        def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-            return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
-
-        delta = {self._names[name]: tensor for name, tensor in self.parameters.items()}
-        with sdpa_kernel(SDPBackend.MATH):
-            value, change = jvp(features, (self._base,), (delta,))  # type: ignore[misc]
-        return value + change  # type: ignore[no-any-return]
-
-
-def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
-
-
-def _twin(module: torch.nn.Module) -> torch.nn.Module:
-    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
-    return copy.deepcopy(module, shared).eval()

@@ -11,18 +11,11 @@ interpreter with torch and open_clip loaded. Prints a markdown table, and the ra
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import logging
-import random
-import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from fit import random_block, resident, status, table
+from measuring import between, clocks, measured
 
 BATCH, VECTORS = 16, 8
 TASKS = ("digits", "letters", "house_numbers", "signs")
@@ -71,40 +64,13 @@ def measure(kind: str, steps: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making random vectors
     marks = [clocks()]
     marks += [clocks() for _ in descend(tower, descender, problem)]
-    steps_taken = list(itertools.pairwise(marks[1:]))  # without the first
-    seconds, cpu = (
-        statistics.median(after[clock] - start[clock] for start, after in steps_taken)
-        for clock in (0, 1)
-    )
-    peak = (status("VmHWM") - before) / 1e6
-    return {"seconds": seconds, "cpu": cpu, "megabytes": peak}
-
-
-def clocks() -> tuple[float, float]:
-    """Seconds of the wall and of all cores."""
-    return time.perf_counter(), time.process_time()
+    return between(marks) | {"megabytes": (status("VmHWM") - before) / 1e6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child, options.steps)))
+    middle = measured(__file__, __doc__ or "", ("fit", "add"), measure)
+    if middle is None:
         return
-    seen: dict[str, list[dict[str, float]]] = {"fit": [], "add": []}
-    for number in range(options.rounds):
-        for kind in random.Random(number).sample(list(seen), len(seen)):
-            command = [sys.executable, __file__, "--child", kind, "--steps", str(options.steps)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            seen[kind].append(json.loads(done.stdout))
-            print(kind, seen[kind][-1], file=sys.stderr, flush=True)
-    middle = {
-        kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        for kind, rows in seen.items()
-    }
     lines = [
         [kind, f"{row['seconds']:.2f}", f"{row['cpu']:.2f}", f"{row['megabytes']:.0f}"]
         for kind, row in middle.items()

@@ -27,6 +27,12 @@ from atlas_cli.builtin.captions import any_concept, say
 from atlas_cli.builtin.concepts import Concept
 from atlas_cli.builtin.scenes import picture
 from atlas_cli.builtin.styles import CLEAN
+from atlas_cli.data import open_dataset
+from atlas_cli.finetune import prepared
+from atlas_cli.finetune_recipe import FinetuneRecipe
+from atlas_cli.learning import Inputs
+from atlas_cli.models import Opening
+from atlas_cli.sources import locate, parse_reference
 from atlas_cli.vision import import_open_clip
 
 Tokenizer = Callable[[list[str]], torch.Tensor]
@@ -232,14 +238,17 @@ def accuracy(model: Any, head: torch.Tensor, data: Data) -> float:
     return 100.0 * float((logits_of(model, head, data[0]).argmax(1) == data[1]).float().mean())
 
 
-def finetune(model: Any, head: torch.Tensor, data: Data, steps: int, rate: float) -> None:
-    """Train the image tower with the head frozen, in place; the last step is the result."""
-    optimizer = optimizer_of(model.visual, rate, 0.1)
-    stream = batches(len(data[1]), 128, np.random.default_rng(SEED))
-    for step in range(steps):
-        rows = next(stream)
-        loss = F.cross_entropy(logits_of(model, head, data[0][rows]), data[1][rows])
-        advance(optimizer, loss, rate * cosine(step, steps, steps // 10))
+def finetune(folder: Path, task: str, steps: int, rate: float) -> dict[str, torch.Tensor]:
+    """The weights that `atlas finetune` comes to on a task, without augmentation."""
+    recipe = FinetuneRecipe(
+        data=[f"builtin:{task}"], model=str(folder), steps=steps, lr=rate, augment="none", seed=SEED
+    )
+    train, val = (open_dataset(recipe.data[0], split=split) for split in ("train", "val"))
+    source, opening = locate(parse_reference(recipe.model)), Opening(device="cpu")
+    inputs = Inputs("finetune", recipe, source, (), (train,), (val,), opening, THREADS)
+    with prepared(inputs, note) as ready:
+        *_, moment = ready.learn(ready.begin())
+        return {**ready.clip.module.state_dict(), **ready.tower.load(moment.kept)}
 
 
 def table(folder: Path, steps: int, rate: float) -> None:
@@ -256,7 +265,8 @@ def row_of(folder: Path, task: str, steps: int, rate: float) -> str:
     model, tokenizer = open_model(folder)
     head, test = head_of(model, tokenizer, task), split_of(task, "test")
     before, started = accuracy(model, head, test), time.time()
-    finetune(model, head, split_of(task, "train"), steps, rate)
+    if steps:
+        model.load_state_dict(finetune(folder, task, steps, rate))
     after, classes = accuracy(model, head, test), len(TASKS[task].classes)
     cells = [task, classes, f"{100 / classes:.1f}", f"{before:.1f}", f"{after:.1f}"]
     return f"| {' | '.join(map(str, cells))} | {time.time() - started:.0f} |"

@@ -36,15 +36,7 @@ LARGEST = {"fp32": 32}  # 64 vectors in float32 are 22.5 GB
 def measure(kind: str, count: int, steps: int, *, costs: bool) -> dict[str, float]:
     import torch
 
-    from atlas_cli.vision import import_open_clip
-
-    open_clip = import_open_clip()
-    torch.manual_seed(0)
-    before = resident()
-    logging.disable(logging.WARNING)
-    tower = open_clip.create_model("ViT-B-32", force_quick_gelu=True).visual
-    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(10, (BATCH,))
-    head = torch.randn(10, 512)
+    before, tower, images, labels, head = scene()
 
     def loss_of(features: Any) -> Any:
         logits = torch.nn.functional.normalize(features, dim=-1) @ head.T
@@ -57,6 +49,21 @@ def measure(kind: str, count: int, steps: int, *, costs: bool) -> dict[str, floa
     peak = status("VmHWM") - before
     found = {"seconds": statistics.median(seconds), "megabytes": peak / 1e6}
     return found | (extra() if costs else {})
+
+
+def scene() -> tuple[int, Any, Any, Any, Any]:
+    """The memory before it, an image tower, a batch of images, their labels and a head."""
+    import torch
+
+    from atlas_cli.vision import import_open_clip
+
+    open_clip = import_open_clip()
+    torch.manual_seed(0)
+    before = resident()
+    logging.disable(logging.WARNING)
+    tower = open_clip.create_model("ViT-B-32", force_quick_gelu=True).visual
+    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(10, (BATCH,))
+    return before, tower, images, labels, torch.randn(10, 512)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -54,11 +54,8 @@ def tuned_file(folder: Path, task: str, steps: int, rate: float) -> Path:
     base = sha256_of(model_folder("tiny") / WEIGHTS)[:12]
     path = folder / f"{task}-{base}-{steps}-{rate:g}.safetensors"
     if not path.exists():
-        torch.manual_seed(build_tiny.SEED)
-        model, tokenizer = build_tiny.open_model(model_folder("tiny"))
-        head = build_tiny.head_of(model, tokenizer, task)
-        build_tiny.finetune(model, head, build_tiny.split_of(task, "train"), steps, rate)
-        save_file({n: t.contiguous() for n, t in model.state_dict().items()}, path)
+        weights = build_tiny.finetune(model_folder("tiny"), task, steps, rate)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
         print(f"fine-tuned on {task}", file=sys.stderr, flush=True)
     return path
 

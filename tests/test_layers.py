@@ -20,6 +20,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "builtin": ({"builtin", "errors"}, {"numpy"}),
     "recipe": ({"errors"}, {"yaml"}),
     "learning_recipe": ({"errors", "recipe"}, set()),
+    "finetune_recipe": ({"errors", "learning_recipe", "names"}, set()),
     "coefficients": (set(), set()),
     "method_table": (set(), set()),
     "settings": ({"errors", "method_table"}, set()),
@@ -37,6 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "files", "pickles", "tensors"}, {"torch", "safetensors"}),
     "layouts": ({"errors", "tensors"}, {"torch"}),
     "data": ({"builtin", "errors"}, set()),
+    "names": ({"data"}, set()),
     "images": ({"builtin", "data", "errors"}, {"PIL"}),
     "batches": ({"data", "errors", "images"}, {"torch", "PIL"}),
     "models": (
@@ -91,7 +93,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "resuming": ({"errors", "learn", "runs", "selection"}, {"torch"}),
     "learning": (
         {"coefficients", "core", "data", "errors", "heads", "learning_recipe", "models", "pixels"}
-        | {"norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
+        | {"names", "norms", "pools", "recipe", "selection", "sources", "streams", "towers"},
         {"torch"},
     ),
     "blind": ({"core", "learn", "pixels", "streams", "towers"}, {"torch"}),
@@ -109,6 +111,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "classwise": ({"learning", "pixels", "streams"}, {"torch"}),
+    "tunable": ({"errors", "norms", "towers"}, {"torch"}),
+    "adapters": ({"errors", "towers", "tunable"}, {"torch"}),
+    "model_folders": ({"checkpoint", "errors", "merging", "models"}, {"torch"}),
+    "finetune": (
+        {"adapters", "core", "errors", "finetune_recipe", "heads", "learn", "learning", "names"}
+        | {"model_folders", "models", "pixels", "resuming", "runs", "selection", "streams"}
+        | {"towers", "tunable"},
+        {"torch"},
+    ),
     "fit": ({"joint", "learning", "selection", "streams"}, set()),
     "negate": ({"core", "joint", "learning", "learning_recipe", "selection", "streams"}, {"torch"}),
     "add": (
@@ -143,12 +154,23 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
-        | {"online", "resuming", "runs", "selection", "settings", "trim", "tta", "tuned"}
+        | {
+            "finetune",
+            "finetune_recipe",
+            "online",
+            "resuming",
+            "runs",
+            "selection",
+            "settings",
+            "trim",
+            "tta",
+            "tuned",
+        }
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
-        | {"charts", "classwise", "pages", "records", "vector_files"},
+        | {"charts", "classwise", "names", "pages", "records", "vector_files"},
         {"typer", "rich"},
     ),
 }

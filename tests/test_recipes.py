@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
+from atlas_cli.finetune_recipe import FinetuneRecipe
 from atlas_cli.learning_recipe import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe, TtaRecipe
 from atlas_cli.merge_recipe import read_merge
 from atlas_cli.method_table import METHODS
@@ -16,7 +17,7 @@ from atlas_cli.recipe import EvalRecipe, LearnedRecipe, read_recipe
 
 ROOT = Path(__file__).parent.parent
 SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe}
-SCHEMAS["tta"] = TtaRecipe
+SCHEMAS |= {"tta": TtaRecipe, "finetune": FinetuneRecipe}
 LEARNING = (FitRecipe, NegateRecipe, AddRecipe, TtaRecipe)
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -39,7 +40,7 @@ def test_the_recipe_for_the_builtin_model_runs(call, monkeypatch):
 def test_every_key_is_explained():
     _, *sections = (ROOT / "recipes/README.md").read_text().split("\n## ")
     sections = [text for text in sections if not text.startswith("`atlas merge`")]
-    schemas = (EvalRecipe, LearnRecipe, *LEARNING, LearnedRecipe)
+    schemas = (EvalRecipe, FinetuneRecipe, LearnRecipe, *LEARNING, LearnedRecipe)
     shared = {field.name for field in dataclasses.fields(LearnRecipe)}
     for section, schema in zip(sections, schemas, strict=True):
         keys, _, _ = section.partition("\n\nSelection")
@@ -74,6 +75,16 @@ def test_an_alias_bomb_does_not_go_off():
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     with pytest.raises(UsageError):
         read_recipe(EvalRecipe, "\n".join(lines))
+
+
+def test_the_recipe_of_fine_tuning_runs(call, tmp_path: Path):
+    path = ROOT / "recipes" / "finetune.yaml"
+    quick = ("--steps", "2", "--shots", "4", "--batch-size", "16", "--quiet")
+    result = call("finetune", path, *quick, "--vectors-dir", tmp_path / "vectors")
+    assert result.code == 0, result.err
+    made = [Path(line) for line in result.out.splitlines()]
+    assert [file.stem for file in made] == ["digits", "signs", "counts"]
+    assert all(file.is_file() for file in made)
 
 
 @pytest.mark.parametrize(

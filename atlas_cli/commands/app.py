@@ -14,6 +14,7 @@ from atlas_cli.commands.add import add
 from atlas_cli.commands.draw import draw
 from atlas_cli.commands.eval import evaluate
 from atlas_cli.commands.extract import extract
+from atlas_cli.commands.finetune import finetune
 from atlas_cli.commands.fit import fit
 from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.merge import merge
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
+app.command("finetune", cls=VariadicCommand)(finetune)
 app.command("extract", cls=VariadicCommand)(extract)
 app.command("fit", cls=VariadicCommand)(fit)
 app.command("negate", cls=VariadicCommand)(negate)

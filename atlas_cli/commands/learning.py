@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -20,22 +17,23 @@ from atlas_cli import __version__
 from atlas_cli.commands import output
 from atlas_cli.commands.input import read_text
 from atlas_cli.commands.learning_options import Wishes
+from atlas_cli.commands.steps import stoppable, walk
 from atlas_cli.data import Dataset, check_templates, few_shot, open_dataset, share_of
 from atlas_cli.errors import AtlasError, DataError, UsageError
+from atlas_cli.finetune_recipe import FinetuneRecipe
 from atlas_cli.learning_recipe import LearnRecipe, learning_recipe, parse_shots
 from atlas_cli.recipe import read_keys, write_recipe
-from atlas_cli.sources import check_architecture, locate, parse_reference
+from atlas_cli.sources import Source, check_architecture, locate, parse_reference
 from atlas_cli.vector_files import expand_vectors
 
 if TYPE_CHECKING:
     import torch
 
     from atlas_cli.learning import Inputs, Lesson, Prepared
+    from atlas_cli.models import Opening
     from atlas_cli.recipe import LearnedRecipe
     from atlas_cli.runs import Run
-    from atlas_cli.selection import Moment, Verdict
-
-_SAVE_EVERY = 1.0  # seconds
+    from atlas_cli.selection import Verdict
 
 
 @dataclass(frozen=True)
@@ -123,19 +121,25 @@ def run(command: Command, data: Sequence[str], flags: Mapping[str, Any], wishes:
 
 def plan_recipe(command: Command, data: Sequence[str], flags: Mapping[str, Any]) -> LearnRecipe:
     """What to learn: the recipe, if there is one, with the flags laid over it."""
+    keys, where = given_keys(command.schema, data, flags, many=command.many)
+    return learning_recipe(command.schema, keys, where)
+
+
+def given_keys(
+    schema: type, data: Sequence[str], flags: Mapping[str, Any], *, many: bool
+) -> tuple[dict[str, Any], str]:
+    """The keys of a recipe, or of the flags alone, and what errors put before their names."""
     if len(data) == 1 and (data[0] == "-" or data[0].endswith((".yaml", ".yml"))):
-        found = read_keys(command.schema, *read_text(data[0]))
-        return learning_recipe(command.schema, {**found, **flags})
+        return {**read_keys(schema, *read_text(data[0])), **flags}, ""
     required = [
         field.name
-        for field in dataclasses.fields(command.schema)
+        for field in dataclasses.fields(schema)
         if field.default is field.default_factory is dataclasses.MISSING and field.name != "data"
     ]
     for key in required:
         if not flags.get(key):
             raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
-    given = {"data": list(data) if command.many else data[0], **flags}
-    return learning_recipe(command.schema, given, "--")
+    return {"data": list(data) if many else data[0], **flags}, "--"
 
 
 _EXAMPLES = {
@@ -147,20 +151,38 @@ _EXAMPLES = {
 
 def resolve(command: Command, recipe: LearnRecipe, wishes: Wishes) -> Inputs:
     """Every name turned into what it names, before torch is imported."""
-    reference = parse_reference(recipe.model)
-    text = parse_reference(recipe.text) if recipe.text else None
-    check_architecture(recipe.arch)
-    vectors = expand_vectors(recipe.vectors)
+    check_model(recipe)
+    vectors = tuple(expand_vectors(recipe.vectors))
     datasets, judges = command.open_data(recipe)
-    source = locate(reference)
-    other = locate(text) if text else None
+    source, opening = find_model(recipe, wishes)
 
     from atlas_cli.learning import Inputs
+
+    threads = cores(wishes)
+    return Inputs(command.name, recipe, source, vectors, datasets, judges, opening, threads)
+
+
+def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:
+    """Raise UsageError if a recipe names a model that cannot be one. Nothing is fetched yet."""
+    parse_reference(recipe.model)
+    if recipe.text:
+        parse_reference(recipe.text)
+    check_architecture(recipe.arch)
+
+
+def find_model(recipe: LearnRecipe | FinetuneRecipe, wishes: Wishes) -> tuple[Source, Opening]:
+    """The files of the base model, and how it is opened."""
+    source = locate(parse_reference(recipe.model))
+    text = locate(parse_reference(recipe.text)) if recipe.text else None
+
     from atlas_cli.models import Opening
 
-    opening = Opening(recipe.arch, other, wishes.device)
-    threads = wishes.threads or os.cpu_count() or 1
-    return Inputs(command.name, recipe, source, tuple(vectors), datasets, judges, opening, threads)
+    return source, Opening(recipe.arch, text, wishes.device)
+
+
+def cores(wishes: Wishes) -> int:
+    """How many threads may work."""
+    return wishes.threads or os.cpu_count() or 1
 
 
 def open_tasks(
@@ -177,7 +199,7 @@ def open_tasks(
 
 
 def open_labelled(
-    recipe: LearnRecipe, name: str, preferred: tuple[str, ...] = ("train",)
+    recipe: LearnRecipe | FinetuneRecipe, name: str, preferred: tuple[str, ...] = ("train",)
 ) -> Dataset:
     """Labelled images to learn from, as many of each class as the recipe wants."""
     templates = check_templates(recipe.templates, "templates")
@@ -218,6 +240,7 @@ def _say_plan(ready: Prepared) -> None:
 
 def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Result, bool]:
     """Learn, and write the folder if there is one. A failure leaves nothing half-written."""
+    from atlas_cli.resuming import Descents
     from atlas_cli.runs import open_run
     from atlas_cli.selection import settle
 
@@ -231,7 +254,8 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
             if tables := command.tables(ready):
                 verdict = _search(ready, tables, folder, stop)
             else:
-                moment = _go(command, ready, folder, wishes, stop)
+                course = Descents(ready.material, ready.plan, command.measure)
+                moment = walk(course, folder, wishes, stop, measure=command.measure)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
         if folder and command.labelled and not stop:
@@ -256,63 +280,6 @@ def _search(
             yield table
 
     return choose(ready.material, ready.plan[0], tried())
-
-
-def _go(
-    command: Command, ready: Prepared, folder: Run | None, wishes: Wishes, stop: list[int]
-) -> Moment:
-    """Take steps until the end, or until someone stops it."""
-    from atlas_cli.resuming import from_saved, to_saved
-    from atlas_cli.selection import begin, learn
-
-    material, plan = ready.material, ready.plan
-    saved = folder.restore() if folder and wishes.resume else None
-    start = moment = from_saved(saved) if saved else begin(material, plan)
-    total = sum(material.problem(stage).steps for stage in plan)
-    clock = time.monotonic()
-    with output.training(total, quiet=wishes.quiet) as show:
-        for moment in learn(material, plan, start):
-            step = moment.step
-            assert step is not None
-            images = ready.inputs.recipe.batch_size
-            show(f"loss {step.loss:.3f}  {command.measure} {100 * step.accuracy:.1f}", images)
-            if folder:
-                folder.record(row_of(ready, moment, command.measure))
-                if time.monotonic() - clock > _SAVE_EVERY or moment.stage == len(plan):
-                    folder.save(*to_saved(moment))
-                    clock = time.monotonic()
-            if stop:
-                break
-    ended = moment.stage == len(plan)  # not if its last stage had no step to take
-    if folder and moment is not start and not ended:
-        folder.save(*to_saved(moment))
-    return moment
-
-
-def row_of(ready: Prepared, moment: Moment, measure: str = "accuracy") -> dict[str, object]:
-    """One line of metrics.jsonl."""
-    assert moment.step is not None
-    ended = not moment.state  # the moment is that of the next stage already
-    stage = ready.plan[moment.stage - ended]
-    found = dataclasses.asdict(moment.step)
-    row = {measure if key == "accuracy" else key: value for key, value in found.items()}
-    return {"stage": stage.name, **row}
-
-
-@contextmanager
-def stoppable() -> Iterator[list[int]]:
-    """An interrupt asks for an end after the step at hand; a second one ends at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # The result -----------------------------------------------------------------------------------

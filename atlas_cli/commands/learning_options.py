@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,8 +101,10 @@ class Wishes:
     quiet: bool = False
 
 
-def learning_command(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of learning beside its own.
+def learning_command(
+    function: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
+    """The command with the options of learning, `without` some, beside its own.
 
     `function` is called with its own options, and with `flags`, the keys of a recipe that were
     given, and `wishes`.
@@ -112,11 +114,13 @@ def learning_command(function: Callable[..., None]) -> Callable[..., None]:
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
         if name not in ("flags", "wishes")
     }
-    shared = {name: _parameter(name, kind) for name, kind in {**_FLAGS, **_WISHES}.items()}
+    offered = [name for name in _FLAGS if name not in without]
+    kinds = {**{name: _FLAGS[name] for name in offered}, **_WISHES}
+    shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
 
     def command(**given: Any) -> None:
         wishes = Wishes(**{name: given.pop(name) for name in _WISHES})
-        flags = given_flags({name: given.pop(name) for name in _FLAGS})
+        flags = given_flags({name: given.pop(name) for name in offered})
         function(**given, flags=flags, wishes=wishes)
 
     parameters = {**own, **shared}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 _TRIES = 10
-_SCALE = (0.5, 1.0)  # share of the area that a crop keeps
+SCALE = (0.5, 1.0)  # share of the area that a crop keeps
 _RATIO = (3 / 4, 4 / 3)  # width over height of a crop
 MILD = (0.9, 1.0)  # the same for crops that keep what an image shows
 _CONTRAST, _BRIGHTNESS, _NOISE = 0.3, 25.0, 12.0  # the most that other light changes, of 255
@@ -38,7 +38,7 @@ def draw_crops(
     generator: torch.Generator,
     *,
     mirror: bool = True,
-    scale: tuple[float, float] = _SCALE,
+    scale: tuple[float, float] = SCALE,
 ) -> Crops:
     """A random box for every image, and a mirror image for half of them if `mirror` says so.
 
