@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,8 +14,6 @@ from atlas_cli.learning_recipe import AddRecipe, parse_clamp, parse_individual
 from atlas_cli.pixels import Pixels
 from atlas_cli.selection import Check, Stage, stages
 from atlas_cli.streams import Score, Stream, predict
-
-_SCALES = 21
 
 
 def add(setting: Setting) -> tuple[Joint, list[Stage]]:
@@ -68,12 +66,6 @@ def combine(
     accuracy = sum(score.accuracy for score in scores) / count
     gain = sum(score.gain for score in scores) / count
     return Check((relative, gain), {"accuracy": accuracy, "normalised": relative})
-
-
-def scales(setting: Setting) -> Iterator[torch.Tensor]:
-    """One scale for everything: 1/20, 2/20, ... 1."""
-    for number in range(1, _SCALES):
-        yield setting.table(number / (_SCALES - 1))
 
 
 def disentanglement(

@@ -68,12 +68,18 @@ class Setting:
         """Coefficients that all have one value."""
         return torch.full(self.tower.composition.shape, value, device=self.clip.device)
 
+    def scales(self, last: float) -> Iterator[torch.Tensor]:
+        """One scale for everything, in twenty steps to the last."""
+        for number in range(1, _SCALES + 1):
+            yield self.table(last * number / _SCALES)
+
     @property
     def scaled(self) -> bool:
         """Whether losses are scaled, since the model runs in half precision."""
         return self.clip.device.type == "cuda"
 
 
+_SCALES = 20
 Lesson = Callable[[Setting], tuple[Any, list[Stage]]]  # Any: a Material of its own kind
 
 

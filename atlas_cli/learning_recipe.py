@@ -27,6 +27,7 @@ class LearnRecipe:
     shots: str | int | float = "all"
     split: str | None = None
     templates: list[str] = dataclasses.field(default_factory=list)
+    method: str = "learned"
     select: str = "last"
     granularity: str = "block"
     groups: list[str] = dataclasses.field(default_factory=list)
@@ -63,7 +64,6 @@ class NegateRecipe(LearnRecipe):
     control: str
     keep: float = 0.95
     forget: str = "unlikelihood"
-    method: str = "learned"
     select: str = "same"
 
 
@@ -72,7 +72,6 @@ class AddRecipe(LearnRecipe):
     """What `atlas add` combines: tasks that one set of coefficients has to serve."""
 
     data: list[str]
-    method: str = "learned"
     objective: str = "labels"
     init: float = 0.0
     clamp: str | None = None
@@ -174,6 +173,7 @@ def _shared_checks(recipe: LearnRecipe) -> Checks:
     return {
         "vectors": (bool(recipe.vectors), "names no task vector"),
         "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
+        "method": _check_method(recipe),
         "select": _check_select(recipe),
         "granularity": (
             bool(re.fullmatch(GRANULARITY, recipe.granularity)),
@@ -188,6 +188,15 @@ def _shared_checks(recipe: LearnRecipe) -> Checks:
         ),
         "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),
     }
+
+
+def _check_method(recipe: LearnRecipe) -> tuple[bool, str]:
+    if isinstance(recipe, AddRecipe):
+        methods = ("learned", "isotropic", "search")
+        return recipe.method in methods, "expected learned, isotropic or search"
+    if isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm":
+        return recipe.method == "learned", "LayerNorms have no scale to search"
+    return recipe.method in ("learned", "search"), "expected learned or search"
 
 
 def _check_select(recipe: LearnRecipe) -> tuple[bool, str]:
@@ -215,13 +224,10 @@ def _own_checks(recipe: LearnRecipe) -> Checks:
             "data": (bool(recipe.data), "names no task to forget"),
             "keep": (0 < recipe.keep < math.inf, "expected more than 0, such as 0.95"),
             "forget": (recipe.forget in FORGETTING, f"expected {', '.join(FORGETTING)}"),
-            "method": (recipe.method in ("learned", "search"), "expected learned or search"),
         }
     if isinstance(recipe, AddRecipe):
-        methods = ("learned", "isotropic", "search")
         return {
             "data": (bool(recipe.data), "names no task"),
-            "method": (recipe.method in methods, "expected learned, isotropic or search"),
             "objective": (recipe.objective in ("labels", "entropy"), "expected labels or entropy"),
             "init": (math.isfinite(recipe.init), "expected a finite number"),
             "clamp": (

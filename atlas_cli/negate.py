@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-
-import torch
 
 from atlas_cli.core.objectives import FORGET
 from atlas_cli.joint import Joint
@@ -14,7 +12,6 @@ from atlas_cli.learning_recipe import NegateRecipe
 from atlas_cli.selection import Check, Stage, stages
 from atlas_cli.streams import Score, Stream
 
-_SCALES = 21
 _RETREAT = tuple(tenths / 10 for tenths in range(9, 0, -1))
 
 
@@ -53,9 +50,3 @@ def forget(keep: float, scores: Sequence[Score], zero_shot: Sequence[Score]) -> 
 
 def _mean_accuracy(scores: Sequence[Score]) -> float:
     return sum(score.accuracy for score in scores) / len(scores)
-
-
-def scales(setting: Setting) -> Iterator[torch.Tensor]:
-    """One scale for everything: -1/20, -2/20, ... -1."""
-    for number in range(1, _SCALES):
-        yield setting.table(-number / (_SCALES - 1))

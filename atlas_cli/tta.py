@@ -75,6 +75,9 @@ class Adaptation(Unlabelled):
         epochs = len(verdict.checks) - 1
         if not self.guarded:
             return f"{_LAST}: nothing was checked"
+        if not verdict.checks:
+            scale = verdict.coefficients.flatten()[0].item()
+            return f"the scale {scale:g} was best by entropy and spread"
         kept = next(n for n, check in enumerate(verdict.checks) if check is verdict.after)
         said = f"epoch {kept} of {epochs} was best by entropy and spread"
         return f"{said}; {', '.join(sorted(set(faults)))} in others" if faults else said

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from few_shot import CONTROL, TARGETS, make_vectors, table, vector_file
 
-from atlas_cli.add import scales as upwards
 from atlas_cli.commands.adding import Adding
 from atlas_cli.commands.learning import Command, resolve
 from atlas_cli.commands.learning_options import Wishes
@@ -35,7 +34,6 @@ from atlas_cli.contest import merged
 from atlas_cli.data import open_dataset
 from atlas_cli.learning import Prepared, prepared
 from atlas_cli.learning_recipe import learning_recipe
-from atlas_cli.negate import scales as downwards
 from atlas_cli.pixels import Pixels
 from atlas_cli.selection import begin, choose, learn, settle
 from atlas_cli.settings import parse_merge
@@ -107,7 +105,7 @@ Load = Callable[[int], None]  # makes the tower ready for the task of a number
 def load_negated(job: Job, ready: Prepared) -> Load:
     coefficients = ready.setting.table()
     if job.method == "search":
-        tables = downwards(ready.setting)
+        tables = ready.setting.scales(-1.0)
         coefficients = choose(ready.material, ready.plan[0], tables).coefficients
     elif job.method == "learned":
         coefficients = descended(ready)
@@ -123,7 +121,7 @@ def load_added(job: Job, ready: Prepared) -> Load:
         return lambda task: void(setting.tower.load(ready.material.references[task]))
     coefficients = setting.table()
     if job.method == "task arithmetic, searched":
-        coefficients = choose(ready.material, ready.plan[0], upwards(setting)).coefficients
+        coefficients = choose(ready.material, ready.plan[0], setting.scales(1.0)).coefficients
     elif job.method in LEARNED:
         coefficients = descended(ready)
     return lambda task: void(setting.tower.load(coefficients))

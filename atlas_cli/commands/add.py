@@ -11,10 +11,6 @@ from atlas_cli.commands.learning_options import Wishes, given_flags, learning_co
 Tasks = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Images of every task, or a recipe.")
 ]
-Method = Annotated[
-    str | None,
-    typer.Option(metavar="HOW", help="learned (default), isotropic or search: one scale for all."),
-]
 Objective = Annotated[
     str | None,
     typer.Option(metavar="WHAT", help="labels (default), or entropy: AdaMerging, without labels."),
@@ -43,7 +39,6 @@ Pairs = Annotated[
 @learning_command
 def add(
     data: Tasks,
-    method: Method = None,
     objective: Objective = None,
     init: Init = None,
     clamp: Clamp = None,
@@ -64,7 +59,7 @@ def add(
     from atlas_cli.commands.adding import Adding
     from atlas_cli.commands.learning import run
 
-    own: dict[str, Any] = {"method": method, "objective": objective, "init": init, "clamp": clamp}
+    own: dict[str, Any] = {"objective": objective, "init": init, "clamp": clamp}
     own |= {"ties": ties, "individual": individual}
     lesson = Adding(tuple(compare or ()), disentanglement=disentanglement)
     run(lesson, data, {**flags, **given_flags(own)}, wishes)

@@ -18,8 +18,6 @@ from atlas_cli.learning_recipe import AddRecipe, parse_individual
 from atlas_cli.settings import parse_merge
 
 if TYPE_CHECKING:
-    import torch
-
     from atlas_cli.learning import Inputs, Lesson, Prepared
     from atlas_cli.selection import Verdict
 
@@ -74,20 +72,13 @@ class Adding(Command):
         if self.disentanglement:
             _own_vectors(ready)
 
-    def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
-        """Uniform scales, if that is the method."""
-        from atlas_cli.add import scales
-
-        return scales(ready.setting) if ready.inputs.recipe.method == "search" else None
-
     def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """Every task: zero-shot, the best uniform scale, learned, merges, and its own model."""
-        from atlas_cli.add import scales
         from atlas_cli.contest import contest, individual
 
         recipe = ready.inputs.recipe
         names = [dataset.name for dataset in ready.inputs.datasets]
-        others = ((), ()) if brief else (scales(ready.setting), self.compare)
+        others = ((), ()) if brief else (self.scales(ready), self.compare)
         scores = contest(ready, verdict.coefficients, *others)
         own = individual(ready)
         rows = [_row(method, names, found, own) for method, found in scores.items()]

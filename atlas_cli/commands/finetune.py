@@ -36,7 +36,15 @@ CheckpointActivations = Annotated[
         "--checkpoint-activations", help="Compute activations twice instead of keeping them."
     ),
 ]
-_COEFFICIENTS_ONLY = ("vectors", "granularity", "groups", "min_steps", "penalty", "memory")
+_COEFFICIENTS_ONLY = (
+    "vectors",
+    "method",
+    "granularity",
+    "groups",
+    "min_steps",
+    "penalty",
+    "memory",
+)
 
 
 @partial(learning_command, without=_COEFFICIENTS_ONLY)

@@ -51,12 +51,13 @@ class Fitting(Command):
         before, after = (check.values["accuracy"] for check in (verdict.before, verdict.after))
         select = ready.inputs.recipe.select
         judged = _JUDGED.get(select, f"on {select[4:]}")
-        note = f"zero-shot {100 * before:.2f} -> learned {100 * after:.2f} {judged}"
+        method = ready.inputs.recipe.method
+        note = f"zero-shot {100 * before:.2f} -> {method} {100 * after:.2f} {judged}"
         if not verdict.improved:
             note = f"nothing beat zero-shot ({100 * before:.2f} {judged}): all coefficients are 0"
         comment = (
             f"{source_of(ready)}\n"
-            f"Accuracy {judged}: zero-shot {100 * before:.2f}, learned {100 * after:.2f}."
+            f"Accuracy {judged}: zero-shot {100 * before:.2f}, {method} {100 * after:.2f}."
         )
         facts = {"zero_shot": before, "learned": after, **facts_of(ready, verdict)}
         return Result(comment, (note,), facts)

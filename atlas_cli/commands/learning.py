@@ -61,6 +61,7 @@ class Command(ABC):
     many: ClassVar[bool] = True
     measure: ClassVar[str] = "accuracy"  # what is told of the images of a step
     labelled: ClassVar[bool] = True
+    farthest: ClassVar[float] = 1.0  # of the uniform scales that are searched through
 
     @abstractmethod
     def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -79,8 +80,12 @@ class Command(ABC):
         """Raise UsageError if what is asked for cannot be done with what was opened."""
 
     def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
-        """The tables to search through, if nothing is learned by descent."""
-        return None
+        """The tables to search through, if nothing is learned by descent: uniform scales."""
+        return self.scales(ready) if ready.inputs.recipe.method == "search" else None
+
+    def scales(self, ready: Prepared) -> Iterator[torch.Tensor]:
+        """Tables of one scale for everything."""
+        return ready.setting.scales(self.farthest)
 
     def learned(self, ready: Prepared, verdict: Verdict, folder: Run | None) -> LearnedRecipe:
         """The recipe that merges what was learned."""

@@ -39,6 +39,12 @@ _FLAGS: dict[str, Any] = {
     "shots": _option(
         str, "--shots", metavar="K", help="Images per class, a fraction, or all (default)."
     ),
+    "method": _option(
+        str,
+        "--method",
+        metavar="HOW",
+        help="learned (default), or search: the best single scale; for add also isotropic.",
+    ),
     "select": _option(str, "--select", metavar="HOW", help="What decides which epoch is kept."),
     "granularity": _option(
         str, "--granularity", metavar="WHAT", help="block (default), vector, qkv or partition:K."

@@ -23,9 +23,6 @@ Forget = Annotated[
     str | None,
     typer.Option(metavar="LOSS", help="unlikelihood (default), ascent or uniform."),
 ]
-Method = Annotated[
-    str | None, typer.Option(metavar="HOW", help="learned (default) or search: one scale for all.")
-]
 Compare = Annotated[
     list[str] | None,
     typer.Option(metavar="METHOD", help="Merges to show beside it: task_arithmetic:weight=-0.5"),
@@ -38,7 +35,6 @@ def negate(
     control: Control = None,
     keep: Keep = None,
     forget: Forget = None,
-    method: Method = None,
     compare: Compare = None,
     *,
     flags: dict[str, Any],
@@ -53,5 +49,5 @@ def negate(
     from atlas_cli.commands.learning import run
     from atlas_cli.commands.negating import Negating
 
-    own = {"control": control, "keep": keep, "forget": forget, "method": method}
+    own = {"control": control, "keep": keep, "forget": forget}
     run(Negating(tuple(compare or ())), data, {**flags, **given_flags(own)}, wishes)

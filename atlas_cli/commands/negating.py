@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from atlas_cli.learning_recipe import NegateRecipe
 from atlas_cli.settings import parse_merge
 
 if TYPE_CHECKING:
-    import torch
-
     from atlas_cli.learning import Lesson, Prepared
     from atlas_cli.selection import Verdict
 
@@ -26,6 +23,7 @@ class Negating(Command):
     compare: tuple[str, ...] = ()
     name = "negate"
     schema = NegateRecipe
+    farthest = -1.0
 
     def open_data(self, recipe: NegateRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
         """The targets, and the control last."""
@@ -39,19 +37,12 @@ class Negating(Command):
 
         return negate
 
-    def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
-        """Uniform scales, if that is the method."""
-        from atlas_cli.negate import scales
-
-        return scales(ready.setting) if ready.inputs.recipe.method == "search" else None
-
     def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
         """Targets and control: before, with the best uniform scale, learned, and as merged."""
         from atlas_cli.contest import contest
-        from atlas_cli.negate import scales
 
         recipe = ready.inputs.recipe
-        others = ((), ()) if brief else (scales(ready.setting), self.compare)
+        others = ((), ()) if brief else (self.scales(ready), self.compare)
         scores = contest(ready, verdict.coefficients, *others)
         before, after = scores["zero-shot"], scores[recipe.method]
         names = [f"target {dataset.name}" for dataset in ready.inputs.datasets[:-1]]

@@ -52,6 +52,8 @@ def run_online(images: str | None, keys: Mapping[str, Any], wishes: Wishes) -> N
         raise UsageError("--resume goes on with the run in -o DIR; name it")
     command = Streaming()
     recipe = plan_recipe(command, [images or _STDIN], keys)
+    if recipe.method == "search":
+        raise UsageError("--method search looks at all images at once; it has no --online")
     inputs = resolve(command, recipe, wishes)
 
     from atlas_cli.learning import prepared  # torch is slow: only with good inputs
