@@ -23,7 +23,8 @@ class BlockHashes:
 
     def __init__(self, files: Sequence[Path], scope: str, names: Collection[str]) -> None:
         self._scope = scope
-        self._what = f"blocks of {scope} by atlas {__version__}"  # which may name blocks anew
+        # Another version may name blocks anew.
+        self._what = f"XXH3 of blocks of {scope} by atlas {__version__}"
         self._sighting = cache.sight(files)
         found = cache.recall(self._what, self._sighting, names)
         self._digests = {name: bytes.fromhex(known.digest) for name, known in found.items()}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from atlas_cli.coefficients import problems_of
+from atlas_cli.errors import UsageError
+from atlas_cli.vector_files import vector_file
 
 
 def learned_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -33,11 +35,18 @@ def learned_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
     yield from _file_problems(found, where)
 
 
+def _problem_of(file: str) -> str | None:
+    try:
+        return None if vector_file(file).is_file() else f"no such task vector: {file}"
+    except UsageError as problem:
+        return str(problem)
+
+
 def _file_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
     for entry in found.get("vectors") or []:
         file = entry.get("file") if isinstance(entry, dict) else entry
-        if isinstance(file, str) and not Path(file).expanduser().is_file():
-            yield f"{where}.vectors: no such task vector: {file}"
+        if isinstance(file, str) and (problem := _problem_of(file)):
+            yield f"{where}.vectors: {problem}"
     table = found.get("coefficients")
     if isinstance(table, str) and not Path(table).expanduser().is_file():
         yield f"{where}.coefficients: no such file: {table}"

@@ -16,7 +16,7 @@ from atlas_cli.files import whole_file
 if TYPE_CHECKING:
     from atlas_cli.grids import Grid
 
-FORMATS = ("png", "svg", "pdf")
+FORMATS = ("png", "svg", "pdf", "html")
 _STYLE: dict[str, Any] = {
     "svg.hashsalt": "atlas",
     "font.size": 9,
@@ -34,11 +34,15 @@ _LETTERS: dict[str, Any] = {"ha": "center", "va": "center", "size": 7}
 
 
 def check_plot(path: Path) -> None:
-    """Raise unless a picture can be drawn and `path` says in which of the formats."""
+    """Raise unless `path` says in which of the formats a picture is, and where."""
     if path.suffix.lower().removeprefix(".") not in FORMATS:
-        raise UsageError(f"--plot {path}: expected a name that ends in .png, .svg or .pdf")
+        raise UsageError(f"--plot {path}: expected a name that ends in .png, .svg, .pdf or .html")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: no such folder: {path.parent}")
+
+
+def check_matplotlib() -> None:
+    """Raise unless task vectors can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise AtlasError("--plot needs matplotlib; run: pip install 'atlas-cli[plot]'")
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised,
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.sources import sha256_of
 from atlas_cli.tensors import LazyTensors
+from atlas_cli.vector_files import vector_file
 from atlas_cli.vectors import TaskVector, base_fingerprint, check_same_base, open_checked
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -84,8 +84,9 @@ def open_pool(
 
 
 def _open_member(path: str) -> Member:
-    vector = open_checked(Path(path))
-    return Member(vector.header.name, path, sha256_of(Path(path)), vector)
+    file = vector_file(path)
+    vector = open_checked(file)
+    return Member(vector.header.name, path, sha256_of(file), vector)
 
 
 def _check_names(members: Sequence[Member]) -> None:
@@ -139,7 +140,7 @@ def _bytes(member: Member, names: set[str], kind: str) -> int:
     factors = 0
     if len(plain) < len(blocks):  # the header does not tell their rank, but the file is no larger
         stored = sum(_size(block.shape, block.storage) for block in plain)
-        factors = max(0, Path(member.path).stat().st_size - stored)
+        factors = max(0, vector_file(member.path).stat().st_size - stored)
     kept = (block for block in plain if block.name in names)
     return factors + sum(_size(block.shape, _lower(block.storage, kind)) for block in kept)
 

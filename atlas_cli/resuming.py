@@ -53,7 +53,8 @@ class Descents:
 
     def row(self, moment: Moment) -> dict[str, object]:
         """One line of metrics.jsonl."""
-        stage = self.plan[min(moment.stage, len(self.plan) - 1)]
+        ended = not moment.state  # the moment is that of the next stage already
+        stage = self.plan[moment.stage - ended]
         found = dataclasses.asdict(self.step_of(moment))
         row = {self.measure if key == "accuracy" else key: found[key] for key in found}
         return {"stage": stage.name, **row}

@@ -18,10 +18,10 @@ from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.files import write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
-_RECIPE = "recipe.yaml"
+_RECIPE, _RESULT = "recipe.yaml", "result.json"
 TRIMMED = "trimmed"  # vectors that were made for the run
 _RESULTS = (
-    *(_STATE, _METRICS, _RECIPE),
+    *(_STATE, _METRICS, _RECIPE, _RESULT),
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
@@ -89,8 +89,16 @@ class Run:
             write_tensors(path, {"coefficients": coefficients.cpu().contiguous()})
         return str(path)
 
-    def finish(self, recipe: str, coefficients: Mapping[str, Mapping[str, float]] | None) -> None:
+    def finish(
+        self,
+        recipe: str,
+        coefficients: Mapping[str, Mapping[str, float]] | None,
+        result: Mapping[str, object] | None = None,
+    ) -> None:
         """Write the result: the recipe last, so that a folder with a recipe is a whole one."""
+        if result is not None:
+            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+            write_text(self.folder / _RESULT, text)
         if coefficients is not None:
             text = json.dumps(coefficients, indent=1) + "\n"
             write_text(self.folder / "coefficients.json", text)

@@ -104,6 +104,8 @@ def parse_reference(text: str) -> Reference:
     """Understand a model reference. Opens nothing; raises UsageError for what cannot be one."""
     scheme, _, rest = text.partition(":")
     if scheme == "builtin":
+        if rest in builtin.VECTORS:
+            return Reference(text, "path", str(builtin.vector_file(rest)))
         if rest not in builtin.MODELS:
             known = ", ".join(f"builtin:{name}" for name in builtin.MODELS)
             raise UsageError(f"unknown model '{text}'{nearest(rest, builtin.MODELS)} ({known})")

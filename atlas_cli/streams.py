@@ -162,16 +162,20 @@ class Score:
 
 
 def score(tower: Runner, pixels: Pixels, indices: Sequence[int], head: torch.Tensor) -> Score:
-    """Classify images as evaluation would, with the coefficients that the tower has loaded.
+    """Classify images as evaluation would, with the coefficients that the tower has loaded."""
+    logits = predict(tower, pixels, indices, head)
+    labels = pixels.labels[list(indices)]
+    finite = bool(logits.isfinite().all())
+    loss = F.cross_entropy(logits.double(), labels).item() if finite else math.inf
+    return Score(hits(logits, labels).sum().item() / len(labels), -loss)
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Which images are classified rightly, as booleans.
 
     Logits that are not finite classify nothing, though the largest of several NaNs has an index.
     """
-    logits = predict(tower, pixels, indices, head)
-    labels = pixels.labels[list(indices)]
-    finite = logits.isfinite().all(dim=1)
-    hits = ((logits.argmax(dim=1) == labels) & finite).sum().item()
-    loss = F.cross_entropy(logits.double(), labels).item() if finite.all() else math.inf
-    return Score(hits / len(labels), -loss)
+    return (logits.argmax(dim=1) == labels) & logits.isfinite().all(dim=1)
 
 
 def predict(

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -27,15 +28,19 @@ LossOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Crew:
-    """Threads that work on the parts of a batch, each with one core.
+    """Threads, each with one core, for the blocks of a composition and the parts of a batch.
 
     With one thread the same parts are worked on one after the other: the same numbers.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, parts: int = 1) -> None:
+        self.parts = parts
         self._pool = ThreadPoolExecutor(
             threads, initializer=torch.set_num_threads, initargs=(1,), thread_name_prefix="atlas"
         )
+        before, everyone = torch.get_num_threads(), Barrier(threads)
+        self.spread(lambda _: everyone.wait(), range(threads))
+        torch.set_num_threads(before)  # what a thread sets for itself, others find when they start
 
     def spread(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         """function(item) for every item, in the order of the items."""
@@ -48,23 +53,17 @@ class Crew:
 
 @contextmanager
 def crew_for(module: torch.nn.Module, threads: int) -> Iterator[Crew | None]:
-    """A crew for a small module on the CPU; None where torch itself uses the device better."""
-    first = next(module.parameters())
-    if first.device.type != "cpu" or _size(module) > _SMALL:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            yield None
-        finally:
-            torch.set_num_threads(before)
-        return
+    """A crew on the CPU, which deals out batches if the module is small; None elsewhere."""
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    small = on_cpu and _size(module) <= _SMALL
     before = torch.get_num_threads()
-    crew = Crew(threads)
-    torch.set_num_threads(1)
+    crew = Crew(threads, _PARTS if small else 1) if on_cpu else None
+    torch.set_num_threads(1 if small else threads)
     try:
         yield crew
     finally:
-        crew.close()
+        if crew:
+            crew.close()
         torch.set_num_threads(before)
 
 
@@ -156,10 +155,11 @@ class Runner:
         crew: Crew | None = None,
         replica: type[Replica],
     ) -> None:
-        crew = crew if replica is Replica else None  # forward-mode knows one thread only
-        self._spread = crew.spread if crew else map
+        # A derivative forwards has one thread.
+        count = crew.parts if crew and replica is Replica else 1
+        self._over_blocks = crew.spread if crew else map
+        self._over_parts = crew.spread if crew and count > 1 else map
         self._tensors = dict(tensors)
-        count = _PARTS if crew else 1
         self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
         self._half = next(module.parameters()).device.type == "cuda"
 
@@ -178,7 +178,7 @@ class Runner:
         found = []
         for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
             some = images[first : first + _AT_ONCE * len(self._replicas)]
-            found += list(self._spread(run, self._dealt(some)))
+            found += list(self._over_parts(run, self._dealt(some)))
         return torch.cat(found)
 
     def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Runner:
             with torch.enable_grad(), self._precision():
                 return item[0].run(item[1])
 
-        parts = list(self._spread(forth, self._dealt(images)))
+        parts = list(self._over_parts(forth, self._dealt(images)))
         features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
         loss = loss_of(features)
         loss.backward()
@@ -198,7 +198,7 @@ class Runner:
         def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
             item[0].backward(item[1].to(item[0].dtype))
 
-        list(self._spread(back, zip(parts, gradients, strict=True)))
+        list(self._over_parts(back, zip(parts, gradients, strict=True)))
         return loss.detach()
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -257,12 +257,12 @@ class Tower(Runner):
             compose_block(self.composition, name, values, self._tensors[name])
 
         with torch.no_grad():
-            list(self._spread(write, self._tensors))
+            list(self._over_blocks(write, self._tensors))
         return self._tensors
 
     def gradient(self) -> torch.Tensor:
         """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
-        return coefficient_gradient(self.composition, self.gradients(), self._spread)
+        return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
 
 
 def _from_zero(composition: Composition) -> Composition:

@@ -13,6 +13,7 @@ from atlas_cli.core import storage
 from atlas_cli.core.methods.election import Rules, elected_signs, silence_
 from atlas_cli.errors import UsageError
 from atlas_cli.headers import BlockInfo, to_metadata
+from atlas_cli.vector_files import vector_file
 from atlas_cli.vectors import TaskVector, check_same_base, open_checked
 
 
@@ -23,7 +24,7 @@ def trim(paths: Sequence[str], share: float, folder: Path) -> list[str]:
     then an element keeps its value only where it has the sign of the sum over the vectors. The
     files have the names of the vectors; those that are there are replaced.
     """
-    vectors = [open_checked(Path(path)) for path in paths]
+    vectors = [open_checked(vector_file(path)) for path in paths]
     check_same_base({path: v.header for path, v in zip(paths, vectors, strict=True)})
     names = [vector.header.name for vector in vectors]
     if len(set(names)) < len(names):

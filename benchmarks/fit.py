@@ -129,7 +129,7 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     from atlas_cli.core.compose import Composition
     from atlas_cli.core.descent import Descender, Descent
     from atlas_cli.core.stacks import stack_blocks
-    from atlas_cli.towers import Tower
+    from atlas_cli.towers import Crew, Tower
 
     tower.requires_grad_(False)
     base = {name: tensor.detach() for name, tensor in tower.named_parameters()}
@@ -140,7 +140,8 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     }
     random_block.cache_clear()
     composition = Composition(base, stacks, by_block(shapes), count)
-    engine = Tower(tower, composition)
+    crew = Crew(torch.get_num_threads())
+    engine = Tower(tower, composition, crew=crew)
     descender = Descender(torch.zeros(composition.shape), 1000, Descent())
 
     def step() -> None:
@@ -148,7 +149,7 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
         engine.backward(images, loss_of)
         descender.step(engine.gradient())
 
-    return step, lambda: composition_cost(engine, stacks)
+    return step, lambda: composition_cost(engine, stacks, crew)
 
 
 @cache
@@ -167,7 +168,7 @@ def random_block(shape: tuple[int, ...], kind: str) -> Any:
     return Dense(values.bfloat16() if kind == "bf16" else values)
 
 
-def composition_cost(engine: Any, stacks: Any) -> dict[str, float]:
+def composition_cost(engine: Any, stacks: Any, crew: Any) -> dict[str, float]:
     """Composing, and its gradient, against reading what they read once: the vectors and the
     base, or the vectors and the gradient.
     """
@@ -189,7 +190,7 @@ def composition_cost(engine: Any, stacks: Any) -> dict[str, float]:
     work = {
         "read": lambda: [word.sum() for word in words],
         "forward": lambda: engine.load(table),
-        "backward": lambda: coefficient_gradient(engine.composition, gradients),
+        "backward": lambda: coefficient_gradient(engine.composition, gradients, crew.spread),
     }
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(6):

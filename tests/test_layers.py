@@ -24,11 +24,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "coefficients": (set(), set()),
     "method_table": (set(), set()),
     "settings": ({"errors", "method_table"}, set()),
-    "learned_checks": ({"coefficients"}, set()),
+    "vector_files": ({"builtin", "errors"}, set()),
+    "learned_checks": ({"coefficients", "errors", "vector_files"}, set()),
     "merge_checks": ({"errors", "learned_checks", "method_table", "settings", "sources"}, set()),
     "merge_recipe": ({"errors", "merge_checks", "method_table", "recipe"}, set()),
     "merge_schema": ({"merge_checks", "method_table"}, set()),
-    "core": ({"core", "errors"}, {"torch"}),
+    "core": ({"core", "errors"}, {"torch", "xxhash"}),
     "tensors": (set(), {"torch"}),
     "vision": (set(), {"torch"}),
     "hub": ({"errors"}, {"huggingface_hub"}),
@@ -62,13 +63,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"headers", "vectors"},
         {"torch"},
     ),
-    "trim": ({"checkpoint", "core", "errors", "headers", "vectors"}, {"torch"}),
+    "trim": ({"checkpoint", "core", "errors", "headers", "vector_files", "vectors"}, {"torch"}),
     "workers": (set(), {"torch"}),
     "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
-    "grids": ({"compare", "describe"}, set()),
+    "grids": ({"core"}, set()),
     "plots": ({"errors", "files"}, {"matplotlib"}),
+    "records": ({"checkpoint", "coefficients", "errors", "recipe"}, set()),
+    "charts": ({"errors", "files"}, {"altair", "vl_convert"}),
+    "pages": ({"charts", "coefficients", "grids", "pages", "records"}, {"vl_convert"}),
     "heads": ({"cache", "checkpoint", "errors", "models"}, {"torch"}),
     "evaluate": (
         {"batches", "core", "data", "errors", "heads", "models", "sources"},
@@ -76,7 +80,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "pixels": ({"batches", "core", "data", "errors", "images"}, {"torch", "numpy", "PIL"}),
     "pools": (
-        {"core", "errors", "headers", "sources", "tensors", "vectors"},
+        {"core", "errors", "headers", "sources", "tensors", "vector_files", "vectors"},
         {"torch"},
     ),
     "towers": ({"core"}, {"torch"}),
@@ -106,6 +110,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"bases", "checkpoint", "extract", "learning", "recipe", "sources", "vectors"},
         {"torch"},
     ),
+    "classwise": ({"learning", "pixels", "streams"}, {"torch"}),
     "tunable": ({"errors", "norms", "towers"}, {"torch"}),
     "adapters": ({"errors", "towers", "tunable"}, {"torch"}),
     "model_folders": ({"checkpoint", "errors", "merging", "models"}, {"torch"}),
@@ -137,7 +142,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "merging": (
         {"checkpoint", "core", "errors", "layouts", "lora", "merge_recipe", "merging", "models"}
-        | {"method_table", "pools", "recipe", "settings", "sources", "tensors", "vectors"},
+        | {"method_table", "pools", "recipe", "settings", "sources", "tensors", "vectors"}
+        | {"vector_files"},
         {"torch"},
     ),
     "merge": (
@@ -153,7 +159,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
-        | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"},
+        | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
+        | {"charts", "classwise", "names", "pages", "records", "vector_files"},
         {"typer", "rich"},
     ),
 }

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors")
+HEAVY = (
+    *("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors"),
+    *("altair", "vl_convert", "matplotlib"),
+)
 
 
 def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
@@ -47,6 +50,9 @@ def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
         (["eval", "missing.yaml"], 2),
         (["finetune", "--help"], 0),
         (["finetune", "builtin:digits", "--model", "builtin:tiny"], 2),
+        (["inspect", "--help"], 0),
+        (["report", "--help"], 0),
+        (["report", "nowhere", "-o", "report.html"], 2),
         (["merge", "--help"], 0),
         (["merge", "--schema"], 0),
         (["merge", "missing.yaml", "-o", "out"], 2),

@@ -97,6 +97,9 @@ TASKS: dict[str, Task] = {
 }
 
 
+VECTORS: tuple[str, ...] = tuple(name for name in TASKS if name != CONTROL)
+
+
 def label_of(task: str, split: str, index: int) -> int:
     """The class of an image, as a position in the classes of its task."""
     return index % len(TASKS[task].classes)
@@ -112,3 +115,8 @@ def draw(task: str, split: str, index: int, seed: int = 0) -> npt.NDArray[np.uin
 def model_folder(name: str) -> Path:
     """The folder of a built-in model, as open_clip reads it with `local-dir:`."""
     return Path(__file__).parent / name
+
+
+def vector_file(name: str) -> Path:
+    """The task vector of the built-in model for a task, as `atlas extract` writes it."""
+    return Path(__file__).parent / "vectors" / f"{name}.safetensors"

@@ -36,6 +36,7 @@ class Adapting(Command):
     schema = TtaRecipe
     many = False
     measure = "agreement"
+    labelled = False
 
     def open_data(self, recipe: TtaRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
         """The images, in an order that no label has a part in."""

@@ -20,6 +20,7 @@ from atlas_cli.commands.inspect import inspect
 from atlas_cli.commands.merge import merge
 from atlas_cli.commands.negate import negate
 from atlas_cli.commands.options import VariadicCommand
+from atlas_cli.commands.report import report
 from atlas_cli.commands.tta import tta
 from atlas_cli.errors import AtlasError, nearest
 
@@ -39,6 +40,7 @@ app.command("add", cls=VariadicCommand)(add)
 app.command("tta", cls=VariadicCommand)(tta)
 app.command("inspect", cls=VariadicCommand)(inspect)
 app.command("merge", cls=VariadicCommand)(merge)
+app.command("report", cls=VariadicCommand)(report)
 
 
 def _show_version(wanted: bool) -> None:

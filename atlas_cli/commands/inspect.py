@@ -10,7 +10,7 @@ from atlas_cli.commands.options import Architecture, AsJson, PlotFile, Quiet
 
 Subjects = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|MODEL...", help="Vectors, models or a recipe; - for stdin."),
+    typer.Argument(metavar="FILE|MODEL|RUN...", help="Vectors, models, or one run; - for stdin."),
 ]
 Blocks = Annotated[bool, typer.Option("--blocks", help="One row per block, not per kind.")]
 
@@ -23,10 +23,11 @@ def inspect(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what task vectors and models hold, and the angles between vectors.
+    """Show what task vectors and models hold, the angles between vectors, and coefficients.
 
-    In a pipe: CSV with a row per block of one vector, the cosines of several, the tensors of
-    models, or the coefficients of a recipe.
+    Coefficients are those of a run's folder, a learned recipe, or coefficients.json. In a pipe:
+    CSV with a row per block of one vector, the cosines of several, the tensors of models, or the
+    coefficients. --plot draws vectors, or coefficients with the curves and classes of their run.
 
     Example: atlas inspect digits.safetensors letters.safetensors --plot vectors.png
     """

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from atlas_cli import __version__
 from atlas_cli.commands import cards, measures, output
+from atlas_cli.commands.drawing import check_drawing, draw_record, draw_vectors
 from atlas_cli.commands.input import read_text, spooled_stdin
-from atlas_cli.commands.learned import is_recipe, recipe_in, show_recipe
-from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.plots import check_plot, draw
+from atlas_cli.commands.learned import is_text, record_in, show_record
+from atlas_cli.errors import UsageError
+from atlas_cli.plots import check_plot
+from atlas_cli.records import Record, read_coefficients
 from atlas_cli.sources import (
     WEIGHT_SUFFIXES,
     Reference,
@@ -53,10 +55,12 @@ def run(
     if plot:
         check_plot(plot)
     check_architecture(arch)
-    if (recipe := recipe_in(subjects[0])) is not None:
+    if (record := record_in(subjects[0])) is not None:
         _check_alone(subjects[0], subjects)
-        show_recipe(*read_text(str(recipe)), as_json=as_json)
+        _show_run(record, plot, as_json)
         return
+    if plot and "-" not in subjects:
+        check_drawing(plot)
     references = {text: _parse(text) for text in subjects if text != "-"}
     if subjects.count("-") > 1:
         raise UsageError("- can be given once: stdin has one task vector")
@@ -66,10 +70,12 @@ def run(
             for text in subjects
         ]
         piped = next((s.weights[0] for s in sources if s.reference.text == "-"), None)
-        if piped and is_recipe(piped):
+        if piped and is_text(piped):
             _check_alone("stdin", subjects)
-            show_recipe(read_text(str(piped))[0], "stdin", as_json=as_json)
+            _show_run(read_coefficients(read_text(str(piped))[0], "stdin"), plot, as_json)
             return
+        if plot:
+            check_drawing(plot)
         report = _measure(sources, arch, quiet)
         if plot:
             _draw(plot, report)
@@ -78,7 +84,13 @@ def run(
 
 def _check_alone(name: str, subjects: Sequence[str]) -> None:
     if len(subjects) > 1:
-        raise UsageError(f"{name}: a recipe is shown alone")
+        raise UsageError(f"{name}: a run, or its coefficients, is shown alone")
+
+
+def _show_run(record: Record, plot: Path | None, as_json: bool) -> None:
+    if plot:
+        draw_record(plot, record)
+    show_record(record, as_json=as_json, drawn=plot is not None)
 
 
 def _parse(text: str) -> Reference:
@@ -130,11 +142,7 @@ def _labels(sources: Sequence[Source], vectors: Sequence[TaskVector]) -> list[st
 def _draw(path: Path, report: Report) -> None:
     if not report.vectors:
         raise UsageError(f"--plot draws task vectors; {report.models[0].model} is a model")
-    from atlas_cli.grids import cosine_grid, norm_grids
-
-    if not (norms := norm_grids(report.vectors)):
-        raise AtlasError("--plot: no block has a norm relative to the base")
-    draw(path, norms, cosine_grid(report.comparison) if report.comparison else None)
+    draw_vectors(path, report.vectors, report.comparison)
 
 
 # Showing --------------------------------------------------------------------------------------

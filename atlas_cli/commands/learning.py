@@ -24,6 +24,7 @@ from atlas_cli.finetune_recipe import FinetuneRecipe
 from atlas_cli.learning_recipe import LearnRecipe, learning_recipe, parse_shots
 from atlas_cli.recipe import read_keys, write_recipe
 from atlas_cli.sources import Source, check_architecture, locate, parse_reference
+from atlas_cli.vector_files import expand_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,12 @@ class Result:
     facts: Mapping[str, object] = field(default_factory=dict)
     rows: Sequence[Mapping[str, str]] = ()
     failed: str | None = None
+    classes: Sequence[Mapping[str, object]] = ()
+
+    def record(self) -> dict[str, object]:
+        """What a run keeps: the facts that are in no other file, and every class if counted."""
+        kept = {k: v for k, v in self.facts.items() if k not in ("config", "coefficients")}
+        return {**kept, "classes": self.classes} if self.classes else kept
 
 
 class Command(ABC):
@@ -53,6 +60,7 @@ class Command(ABC):
     schema: ClassVar[type[LearnRecipe]]
     many: ClassVar[bool] = True
     measure: ClassVar[str] = "accuracy"  # what is told of the images of a step
+    labelled: ClassVar[bool] = True
 
     @abstractmethod
     def open_data(self, recipe: Any) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -177,23 +185,6 @@ def cores(wishes: Wishes) -> int:
     return wishes.threads or os.cpu_count() or 1
 
 
-def expand_vectors(texts: list[str]) -> list[str]:
-    """Task-vector files, with folders spelt out."""
-    found: list[str] = []
-    for text in texts:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            inside = sorted(str(file) for file in path.glob("*.safetensors"))
-            if not inside:
-                raise UsageError(f"{text}: holds no task vectors (*.safetensors)")
-            found += inside
-        elif path.is_file():
-            found.append(str(path))
-        else:
-            raise UsageError(f"no such task vector: {text}")
-    return found
-
-
 def open_tasks(
     recipe: LearnRecipe, names: Sequence[str]
 ) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -267,6 +258,8 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
                 moment = walk(course, folder, wishes, stop, measure=command.measure)
                 verdict = settle(ready.material, ready.plan, moment)
         result = command.result(ready, verdict, brief=bool(stop))
+        if folder and command.labelled and not stop:
+            result = _with_classes(ready, verdict, result)
         return _write(command, ready, folder, verdict, result), result, bool(stop)
     except AtlasError:
         if folder:
@@ -292,6 +285,12 @@ def _search(
 # The result -----------------------------------------------------------------------------------
 
 
+def _with_classes(ready: Prepared, verdict: Verdict, result: Result) -> Result:
+    from atlas_cli.classwise import by_class
+
+    return dataclasses.replace(result, classes=by_class(ready, verdict.coefficients))
+
+
 def _write(
     command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
 ) -> str:
@@ -300,7 +299,7 @@ def _write(
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
-        folder.finish(text, table)
+        folder.finish(text, table, result.record())
     return text
 
 

@@ -105,7 +105,11 @@ OutputFolder = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw a .png, .svg or .pdf (extra: plot)."),
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw .png, .svg, .html or .pdf (extra: plot).",
+    ),
 ]
 AllowGlobals = Annotated[
     list[str] | None,

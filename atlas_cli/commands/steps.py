@@ -85,8 +85,8 @@ def walk(
                     pause = max(_SAVE_EVERY, (clock - began) / _SAVE_SHARE)
             if stop:
                 break
-    if folder and stop:
-        folder.save(*course.to_saved(moment))
+    if folder and moment is not start and not course.is_over(moment):
+        folder.save(*course.to_saved(moment))  # stopped, or its last stage had no step to take
     return moment
 
 

@@ -99,7 +99,7 @@ def compose_block(
             scatter_add(total, stack, placement, rows)
         else:
             for start, stop, column in _segments(placement):
-                add(total, stack, (start, stop), rows[:, column], start_from)
+                add(total, stack, (start, stop), rows[:, column].contiguous(), start_from)
         start_from = total
     return result
 

@@ -12,7 +12,7 @@ from atlas_cli.core.blocks import Scattered, indices
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
 
 _SUMMED = 1 << 15  # elements whose products are summed in float32: more would cost digits
-_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of a vector expanded at a time
+_TILE = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements, of all vectors together, expanded at a time
 
 
 @dataclass(frozen=True)
@@ -131,39 +131,60 @@ def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
         part = gradient[slice(*span)].view(-1, width)
         terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
         return total.index_add_(0, stack.owner, terms.to(total.dtype))
+    found = []
     for start, stop, tile in _tiles(stack, span):
         pieces = tile.to(gradient.device).split(_SUMMED, dim=1)
-        for piece, part in zip(pieces, gradient[start:stop].split(_SUMMED), strict=True):
-            total += piece @ part
-    return total
+        parts = gradient[start:stop].split(_SUMMED)
+        found += [piece @ part for piece, part in zip(pieces, parts, strict=True)]
+    return torch.stack(found).sum(0, dtype=total.dtype) if found else total
 
 
 def _tiles(
     stack: DenseStack | QuantisedStack | MappedStack, span: Range
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """A range of T in float32, in pieces that a cache holds: start, stop, (k, stop - start)."""
+    """A range of T in float32: start, stop, (k, stop - start).
+
+    What has to be expanded comes in pieces that a cache holds, each in the place of the last.
+    """
     if isinstance(stack, MappedStack):
-        step = _TILE["cpu"]
-        for start in range(span[0], span[1], step):
-            stop = min(start + step, span[1])
+        for start, stop in _steps(span, _TILE["cpu"] // len(stack.blocks)):
             yield start, stop, torch.stack([_slice(b, start, stop) for b in stack.blocks])
-        return
-    if isinstance(stack, DenseStack):
-        step = _step(stack.values)
-        for start in range(span[0], span[1], step):
-            stop = min(start + step, span[1])
-            yield start, stop, stack.values[:, start:stop].float()
-        return
+    elif isinstance(stack, QuantisedStack):
+        yield from _quantised_tiles(stack, span)
+    elif stack.values.dtype == torch.float32:
+        yield *span, stack.values[:, slice(*span)]
+    else:
+        tile = _room(stack.values, span[1] - span[0])
+        for start, stop in _steps(span, tile.shape[1]):
+            yield start, stop, tile[:, : stop - start].copy_(stack.values[:, start:stop])
+
+
+def _quantised_tiles(stack: QuantisedStack, span: Range) -> Iterator[tuple[int, int, torch.Tensor]]:
     count, rows, columns = stack.codes.shape
     if rows == 1:  # one scale for all
         for start, stop, tile in _tiles(DenseStack(stack.members, stack.codes[:, 0]), span):
             yield start, stop, tile * stack.scales
         return
-    step = max(1, _step(stack.codes) // columns)
-    for first in range(span[0] // columns, span[1] // columns, step):
-        some = slice(first, min(first + step, span[1] // columns))
-        tile = stack.codes[:, some].float().mul_(stack.scales[:, some, None])
-        yield some.start * columns, some.stop * columns, tile.view(count, -1)
+    first, last = span[0] // columns, span[1] // columns
+    room = _room(stack.codes, (last - first) * columns, columns)
+    step = room.shape[1] // columns
+    for start, stop in _steps((first, last), step):
+        tile = room.view(count, step, columns)[:, : stop - start]
+        tile.copy_(stack.codes[:, start:stop]).mul_(stack.scales[:, start:stop, None])
+        yield start * columns, stop * columns, tile.flatten(1)
+
+
+def _steps(span: Range, step: int) -> Iterator[Range]:
+    """A range in steps."""
+    for start in range(span[0], span[1], step):
+        yield start, min(start + step, span[1])
+
+
+def _room(stored: torch.Tensor, size: int, multiple: int = 1) -> torch.Tensor:
+    """A float32 tile for all vectors, (k, at most size), of whole rows of `multiple` elements."""
+    step = _TILE.get(stored.device.type, 1 << 23) // len(stored)
+    step = max(multiple, min(step, size) // multiple * multiple)
+    return torch.empty(len(stored), step, dtype=torch.float32, device=stored.device)
 
 
 def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
@@ -180,10 +201,6 @@ def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
 def widest(values: torch.Tensor) -> torch.dtype:
     """float64, or float32 where a device has nothing wider."""
     return torch.float32 if values.device.type == "mps" else torch.float64
-
-
-def _step(values: torch.Tensor) -> int:
-    return _TILE.get(values.device.type, 1 << 20)
 
 
 def _factor_rows(stack: FactorStack, span: Range) -> tuple[Range, int, slice]:
@@ -226,7 +243,7 @@ def _dense_tiles(stack: Stack, size: int) -> Iterator[tuple[int, int, torch.Tens
         yield from _tiles(stack, (0, size))
         return
     width = stack.down.shape[1]
-    step = max(1, _step(stack.up) // width)
+    step = max(1, _TILE.get(stack.up.device.type, 1 << 23) // len(stack.members) // width)
     terms = [stack.owner == i for i in range(len(stack.members))]
     for row in range(0, len(stack.up), step):
         some = stack.up[row : row + step].float()

@@ -94,7 +94,7 @@ def open_learned(recipe: MergeRecipe, source: Source, layout: Model, how: How) -
     """Open the vectors of a learned recipe and lay its coefficients out."""
     blocks = normalised(layout.tensors, layout.reference)
     entries = [e for e in recipe.vectors or [] if isinstance(e, VectorFile)]
-    paths = [str(Path(entry.file).expanduser()) for entry in entries]
+    paths = [entry.file for entry in entries]
     names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(_STATISTICS)]
     if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):
         names = _in_order_of_module(source)  # a bare tensor has no names: they are in its order

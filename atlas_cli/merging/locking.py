@@ -16,6 +16,7 @@ from atlas_cli.merging.inputs import Located
 from atlas_cli.merging.plan import Plan
 from atlas_cli.recipe import write_mapping
 from atlas_cli.sources import Source, parse_reference, sha256_of
+from atlas_cli.vector_files import vector_file
 
 
 def pinned(reference: str, located: Located) -> str:
@@ -97,7 +98,7 @@ def take_hashes(
 
 def _hashes(name: str, source: Source | None) -> dict[str, str]:
     if source is None:
-        return {Path(name).name: sha256_of(Path(name).expanduser())}
+        return {Path(name).name: sha256_of(vector_file(name))}
     found: Any = source.provenance()["sha256"]
     return dict(found)
 
@@ -130,7 +131,7 @@ def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device
     """What tells one piece of work from another: plan, recipe, inputs' files, kind of device."""
     sources = [s for one in located.values() for s in (one.model, one.adapter) if s]
     paths = [path for source in sources for path in source.weights]
-    paths += [Path(file).expanduser() for file in loose_files(merge)]
+    paths += [vector_file(file) for file in loose_files(merge)]
     files = [
         (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
         for path in paths

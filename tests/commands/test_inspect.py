@@ -227,7 +227,10 @@ def test_a_closed_stdout(digits: Path):
         (["builtin:tyni"], "did you mean 'tiny'?"),
         (["-", "-"], "- can be given once"),
         (["builtin:tiny", "--arch", "ViT-B-3"], "did you mean 'ViT-B-32'?"),
-        (["builtin:tiny", "--plot", "x.gif"], "expected a name that ends in .png, .svg or .pdf"),
+        (
+            ["builtin:tiny", "--plot", "x.gif"],
+            "expected a name that ends in .png, .svg, .pdf or .html",
+        ),
         (["builtin:tiny", "--plot", "nowhere/x.png"], "no such folder: nowhere"),
         (["builtin:tiny", "--jsn"], "did you mean '--json'?"),
         ([], "Missing argument"),

@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 from conftest import Result, write_images, write_open_clip
+from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-WEIGHTS = "open_clip_model.safetensors"
 QUICK = ("--batch-size", "6", "--min-steps", "2", "--epochs", "2", "--quiet")
 CLASSES = ("cat", "dog", "fish")
 
@@ -32,17 +32,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("world")
     base = write_open_clip(root / "base")
-    weights = load_file(base / WEIGHTS)
     for number, name in enumerate(("birds", "cars")):
-        random = torch.Generator().manual_seed(number)
-        moved = {
-            key: tensor + 0.03 * torch.randn(tensor.shape, generator=random)
-            if key.startswith("visual.")
-            else tensor
-            for key, tensor in weights.items()
-        }
-        tuned = write_open_clip(root / name)
-        save_file(moved, tuned / WEIGHTS, {"format": "pt"})
+        write_tuned(base, root / name, number)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folders = [str(root / name) for name in ("birds", "cars")]
     (root / "v").mkdir()

@@ -16,10 +16,10 @@ import pytest
 import torch
 import yaml
 from conftest import Result, write_open_clip
+from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-WEIGHTS = "open_clip_model.safetensors"
 CLASSES = ("cat", "dog", "fish")
 QUICK = ("--batch-size", "8", "--epochs", "2", "--quiet")
 MOVED = ("--select", "last", "--lr", "0.3")  # so that something is learned for certain
@@ -33,16 +33,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("world")
     base = write_open_clip(root / "base")
-    weights = load_file(base / WEIGHTS)
     for number, name in enumerate(("birds", "cars")):
-        random = torch.Generator().manual_seed(number)
-        moved = {
-            key: tensor + 0.03 * torch.randn(tensor.shape, generator=random)
-            if key.startswith("visual.")
-            else tensor
-            for key, tensor in weights.items()
-        }
-        save_file(moved, write_open_clip(root / name) / WEIGHTS, {"format": "pt"})
+        write_tuned(base, root / name, number)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folders = [str(root / name) for name in ("birds", "cars")]
     (root / "v").mkdir()

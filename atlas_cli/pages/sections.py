@@ -1,0 +1,163 @@
+"""What a page shows of a run, and of several beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from atlas_cli import charts
+from atlas_cli.coefficients import summarise
+from atlas_cli.grids import Grid, coefficient_grids
+from atlas_cli.pages import markup
+from atlas_cli.pages.markup import Cell, Share
+from atlas_cli.records import Classes, Record
+
+_MANY = 5000  # coefficients beyond which a page only shows the picture of them
+
+
+def run_section(record: Record) -> str:
+    """All of one run: in words, in pictures, and in tables that open on demand."""
+    unfinished = "This run has no result yet; --resume goes on with it." if record.config else ""
+    said = record.comment or ([unfinished] if unfinished and not record.table else [])
+    return markup.section(
+        record.name,
+        markup.paragraphs(said),
+        markup.section("Result", _scores(record), level=3),
+        markup.section("Coefficients", *_coefficients(record), level=3),
+        markup.section("Learning", *_learning(record), level=3),
+        markup.section("Classes", *(_classes(found) for found in record.classes), level=3),
+        markup.section("How it was made", *_origin(record), level=3),
+    )
+
+
+def pictures(record: Record) -> str:
+    """The pictures of a run without its tables."""
+    return markup.section(
+        record.name,
+        heat_map(coefficient_grids(record.table)) if record.table else "",
+        _curves(record),
+        markup.row(_class_figure(found) for found in record.classes) if record.classes else "",
+    )
+
+
+def heat_map(grids: Sequence[Grid], words: charts.Words | None = None) -> str:
+    """Grids of numbers in colours, on one scale."""
+    found = charts.heat_maps(grids, words or charts.Words())
+    return markup.row((markup.figure(charts.to_spec(chart)) for chart in found), kind="heat")
+
+
+# Parts ----------------------------------------------------------------------------------------
+
+
+def _scores(record: Record) -> str:
+    if record.scores is None:
+        return ""
+    share = record.scores.shares
+    rows: list[list[Cell]] = [
+        [name, *(Share(n) if share and n is not None else n for n in row)]
+        for name, row in record.scores.rows.items()
+    ]
+    return markup.table(["", *record.scores.columns], rows, "result")
+
+
+def _coefficients(record: Record) -> Iterator[str]:
+    if not record.table:
+        return
+    yield heat_map(coefficient_grids(record.table))
+    columns = ["vector", "coefficients", "mean", "mean size", "lowest", "highest", "largest at"]
+    rows: list[list[Cell]] = [
+        [r.vector, r.blocks, r.mean, r.mean_size, r.lowest, r.highest, r.largest]
+        for r in summarise(record.table)
+    ]
+    yield markup.table(columns, rows, "vectors")
+    every: list[list[Cell]] = [
+        [vector, block, value]
+        for vector, row in record.table.items()
+        for block, value in row.items()
+    ]
+    if len(every) <= _MANY:
+        found = markup.table(["vector", "block", "coefficient"], every, "coefficients")
+        yield markup.folded(f"All {len(every)} coefficients", found)
+
+
+def _learning(record: Record) -> Iterator[str]:
+    if not record.metrics:
+        return
+    yield _curves(record)
+    columns = list(dict.fromkeys(key for row in record.metrics for key in row))
+    rows = ([row.get(column) for column in columns] for row in record.metrics)
+    found = markup.table(["step" if c == "number" else c for c in columns], rows, "metrics")
+    yield markup.folded(f"All {len(record.metrics)} steps", found)
+
+
+def _curves(record: Record) -> str:
+    specs = [charts.to_spec(chart, fill=True) for chart in charts.curves(record)]
+    return markup.row(markup.figure(spec, fill=True) for spec in specs) if specs else ""
+
+
+def _classes(classes: Classes) -> str:
+    after = "learned" if classes.shares else "adapted"
+    rows: list[list[Cell]] = [
+        [name, *(Share(n) if classes.shares else int(n) for n in values)]
+        for name, *values in classes.rows
+    ]
+    table = markup.table(["class", "zero-shot", after], rows, f"classes of {classes.task}")
+    return markup.row([_class_figure(classes)], kind="tall") + markup.folded(
+        f"All {len(rows)} classes of {classes.task}", table
+    )
+
+
+def _class_figure(classes: Classes) -> str:
+    return markup.figure(charts.to_spec(charts.class_chart(classes), fill=True), fill=True)
+
+
+def _origin(record: Record) -> Iterator[str]:
+    if record.recipe:
+        yield markup.folded("Learned recipe", markup.text(record.recipe))
+    if record.config:
+        found = markup.table(["key", "value"], _flat(record.config), "configuration")
+        yield markup.folded("Configuration", found)
+
+
+def _flat(found: Any, name: str = "") -> Iterator[list[Cell]]:
+    """Nested keys as in recipe.seed, one row each."""
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(found, list):
+        for number, value in enumerate(found):
+            yield from _flat(value, f"{name}[{number}]")
+    else:
+        yield [name, found if isinstance(found, int | float) else str(found or "")]
+
+
+# Several runs ---------------------------------------------------------------------------------
+
+
+def comparison(records: Sequence[Record]) -> str:
+    """A row for every task of every run, if there are several."""
+    if len(records) < 2:
+        return ""
+    columns = ["run", "command", "task", "zero-shot", "learned"]
+    columns += ["vectors", "coefficients", "steps", "last loss"]
+    rows = [[*task, *_size(record)] for record in records for task in _tasks(record)]
+    return markup.section("Runs", markup.table(columns, rows, "runs"))
+
+
+def _tasks(record: Record) -> Iterator[list[Cell]]:
+    """Every task with its accuracy before and after; without, where nobody knows labels."""
+    command = str(record.config.get("command", ""))
+    rows = record.scores.rows if record.scores and record.scores.shares else {}
+    after = rows.get("learned", rows.get("search", ()))
+    known = zip(rows.get("zero-shot", ()), after, strict=False)
+    shares = [[None if n is None else Share(n) for n in pair] for pair in known]
+    for name, pair in zip_longest(record.tasks, shares, fillvalue=None):
+        yield [record.name, command, name, *(pair or (None, None))]
+
+
+def _size(record: Record) -> list[Cell]:
+    """How much was learned, and for how long."""
+    numbers = sum(len(row) for row in record.table.values())
+    last = record.metrics[-1].get("loss") if record.metrics else None
+    return [len(record.table), numbers, len(record.metrics), last]

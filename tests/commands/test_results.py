@@ -1,0 +1,71 @@
+"""What a run keeps of its result: every class, on the images that judged it, and honest words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import write_images
+from learned_runs import learn, write_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_world(tmp_path_factory.mktemp("world"))
+    write_images(root / "others", ("cat", "dog & <fox>"), 3, seed=1)
+    return root
+
+
+def result_of(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def mean(classes: dict, key: str) -> float:
+    """The accuracy on all images, from those of the classes."""
+    images = [row["images"] for row in classes.values()]
+    return sum(row[key] * row["images"] for row in classes.values()) / sum(images)
+
+
+@pytest.mark.parametrize(
+    ("select", "words"),
+    [
+        ("last", "8 images that it learned from"),
+        ("holdout", "2 images held out"),
+        ("val:others", "6 images of {others} to select on"),
+    ],
+)
+def test_classes_are_counted_on_the_images_that_judge(world, tmp_path, select: str, words: str):
+    others = str(world / "others")
+    given = select.replace("others", others)
+    result = result_of(learn(world, "fit", tmp_path / "run", "--select", given))
+    (task,) = result["classes"]
+    assert task["task"].endswith("photos")
+    assert task["on"] == words.format(others=others)
+    assert list(task["classes"]) == ["cat", "dog & <fox>"]
+    for key in ("zero_shot", "learned"):
+        assert mean(task["classes"], key) == pytest.approx(result[key])
+
+
+def test_every_task_has_its_classes(world, tmp_path):
+    result = result_of(learn(world, "negate", tmp_path / "run", "--control", world / "others"))
+    assert [task["task"] for task in result["classes"]] == result["tasks"]
+    for method, key in (("zero-shot", "zero_shot"), ("learned", "learned")):
+        found = [mean(task["classes"], key) for task in result["classes"]]
+        assert found == pytest.approx(result["accuracy"][method])
+
+
+def test_over_folds_the_words_say_that_the_images_were_learned_from(world, tmp_path):
+    folder = learn(world, "fit", tmp_path / "run", "--select", "kfold")
+    assert result_of(folder)["classes"][0]["on"] == "8 images that it learned from"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = Counter(row["stage"] for row in rows)
+    assert len({steps[f"fold {number}"] for number in (1, 2, 3, 4)}) == 1  # each as many as others
+
+
+def test_without_labels_predictions_are_counted_instead(world, tmp_path):
+    result = result_of(learn(world, "tta", tmp_path / "run", "--select", "last"))
+    assert "classes" not in result
+    assert sum(result["histogram"]["zero-shot"].values()) == 8
+    assert sum(result["histogram"]["adapted"].values()) == 8
