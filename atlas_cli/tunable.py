@@ -104,9 +104,10 @@ class LoraTower(Runner):
 
     def load(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """W + scale * up @ down: from now on the module runs with these weights."""
-        self.values = dict(values)
+        device = next(iter(self._base.values())).device
+        self.values = {name: tensor.to(device) for name, tensor in values.items()}
         for pair in self._pairs:
-            up, down = values[pair.up], values[pair.down]
+            up, down = self.values[pair.up], self.values[pair.down]
             base, tensor = self._base[pair.weight], self._tensors[pair.weight]
             torch.addmm(base, up, down, alpha=self._scale, out=tensor)
         return self._tensors

@@ -36,14 +36,15 @@ def measured(
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=list(kinds), choices=kinds, metavar="STEP")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(measure(options.child, options.steps)))
         return None
-    seen: dict[str, list[Row]] = {kind: [] for kind in kinds}
+    seen: dict[str, list[Row]] = {kind: [] for kind in options.only}
     for number in range(options.rounds):
-        for kind in random.Random(number).sample(list(kinds), len(kinds)):
+        for kind in random.Random(number).sample(options.only, len(options.only)):
             command = [sys.executable, script, "--child", kind, "--steps", str(options.steps)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             seen[kind].append(json.loads(done.stdout))

@@ -154,18 +154,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"commands"}, set()),
     "commands": (
         {"add", "coefficients", "contest", "fit", "hub", "learning", "learning_recipe", "negate"}
-        | {
-            "finetune",
-            "finetune_recipe",
-            "online",
-            "resuming",
-            "runs",
-            "selection",
-            "settings",
-            "trim",
-            "tta",
-            "tuned",
-        }
+        | {"finetune", "finetune_recipe", "names"}
+        | {"online", "resuming", "runs", "selection", "settings", "trim", "tta", "tuned"}
         | {"merge", "merge_recipe", "merge_schema", "merging"}
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}

@@ -48,6 +48,8 @@ def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
         (["eval", "builtin:tiny", "--data", "builtin:digits", "--device", "gpu"], 2),
         (["eval", "builtin:tiny", "--data", "nowhere/"], 2),
         (["eval", "missing.yaml"], 2),
+        (["finetune", "--help"], 0),
+        (["finetune", "builtin:digits", "--model", "builtin:tiny"], 2),
         (["inspect", "--help"], 0),
         (["report", "--help"], 0),
         (["report", "nowhere", "-o", "report.html"], 2),

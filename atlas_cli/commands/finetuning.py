@@ -246,7 +246,10 @@ def _plan(task: Task, ready: Finetuning) -> str:
     if not ready.judged_by:
         judged = "no class has an image to spare, so nothing judges it"
     epochs = ready.steps / ready.problem.epoch_steps
-    return f"{task.name}: {count:,} numbers, {ready.steps} steps ({epochs:.3g} epochs), {judged}"
+    text = f"{task.name}: {count:,} numbers, {ready.steps} steps ({epochs:.3g} epochs), {judged}"
+    if ready.recipe.linearised:
+        text += "; other programs run the weights of the expansion as an ordinary model"
+    return text
 
 
 def _judged_by(task: Task) -> str:

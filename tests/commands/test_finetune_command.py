@@ -279,6 +279,7 @@ MISTAKES = {
     "model": (("--model", "builtin:tny"), 2, "did you mean 'tiny'"),
     "twice": (("pets",), 2, "two tasks are called pets"),
     "one file": (("birds", "--vector", "v.safetensors"), 2, "give --vectors-dir DIR"),
+    "ending": (("--vector", "v.pt"), 2, "--vector v.pt: expected a name that ends in .safetensors"),
     "no labels": (("unlabelled",), 1, "has no labels"),
     "augment": (("--augment", "mild"), 2, "--augment: expected slight"),
 }
