@@ -11,6 +11,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.commands import output
 from atlas_cli.commands.add import add
+from atlas_cli.commands.demo import demo
 from atlas_cli.commands.draw import draw
 from atlas_cli.commands.eval import evaluate
 from atlas_cli.commands.extract import extract
@@ -30,6 +31,7 @@ _EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 13
 app = typer.Typer(
     name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
 )
+app.command("demo", cls=VariadicCommand)(demo)
 app.command("eval", cls=VariadicCommand)(evaluate)
 app.command("draw", cls=VariadicCommand)(draw)
 app.command("finetune", cls=VariadicCommand)(finetune)

@@ -101,11 +101,16 @@ def is_terminal() -> bool:
 # Talk -----------------------------------------------------------------------------------------
 
 
+def say(text: str) -> None:
+    """Write lines to stderr as they are."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 def note(text: str) -> None:
     """Say something on stderr."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"atlas: {text}\n")
-        sys.stderr.flush()
+    say(f"atlas: {text}")
 
 
 def error(text: str) -> None:

@@ -1,0 +1,202 @@
+"""The demo: a story in command lines, and the table that its scores make."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atlas_cli import __version__
+
+PLACE = "atlas-demo"
+_TUNED = "signs"  # fine-tuned on the spot; the other vectors come with the model
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command line. What it writes is `made`; `kept` names a file for what it prints."""
+
+    arguments: tuple[str, ...]
+    made: str = ""
+    kept: str = ""
+
+    def __str__(self) -> str:
+        kept = f" > {self.kept}" if self.kept else ""
+        return f"atlas {' '.join(self.arguments)}{kept}"
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Lines that need each other's results in no order, so that two may run at a time."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Tale:
+    """One thing that coefficients do: the command that learns them, and where it is tested."""
+
+    name: str
+    title: str
+    learn: tuple[str, ...]
+    tested: tuple[str, ...]
+
+    @property
+    def runs(self) -> tuple[str, str]:
+        """The runs with one scale for everything, and with learned coefficients."""
+        return f"{self.name}_uniform", self.name
+
+
+def _vectors(*names: str) -> tuple[str, ...]:
+    files = (f"{n}.safetensors" if n == _TUNED else f"builtin:{n}" for n in names)
+    return ("--vectors", *files)
+
+
+TALES = (
+    Tale(
+        "few_shot",
+        "few-shot: 4 images per class",
+        (
+            *("fit", "builtin:digits", "--shots", "4", "--augment", "none"),
+            *_vectors("signs", "letters", "house_numbers", "counts"),
+        ),
+        ("builtin:digits",),
+    ),
+    Tale(
+        "test_time",
+        "test-time: no labels",
+        (
+            *("tta", "builtin:house_numbers", "--split", "val"),
+            *("--objective", "balanced-entropy"),
+            *_vectors("signs", "digits", "letters", "textures"),
+        ),
+        ("builtin:house_numbers",),
+    ),
+    Tale(
+        "forget",
+        "forgetting",
+        (
+            *("negate", "builtin:letters", "--control", "builtin:everything", "--shots", "8"),
+            *("--augment", "none", *_vectors("letters")),
+        ),
+        ("builtin:letters", "builtin:everything"),
+    ),
+    Tale(
+        "together",
+        "adding: one model for all",
+        (
+            *("add", "builtin:digits", "builtin:signs", "builtin:terrain", "--shots", "8"),
+            *("--augment", "none", *_vectors("digits", "signs", "terrain")),
+        ),
+        ("builtin:digits", "builtin:signs", "builtin:terrain"),
+    ),
+)
+
+
+def chapters() -> tuple[Chapter, ...]:
+    """The whole story."""
+    return (
+        Chapter(
+            "Fine-tune the built-in model on road signs for a few seconds",
+            (_line(f"finetune builtin:{_TUNED} --steps 40 --lr 0.001 --augment none", _TUNED),),
+        ),
+        Chapter(
+            "What fine-tuning changed is a task vector; vectors of other tasks come with the model",
+            (
+                Line(
+                    (
+                        "extract",
+                        "builtin:tiny",
+                        f"{_TUNED}/model",
+                        "--name",
+                        _TUNED,
+                        "-o",
+                        f"{_TUNED}.safetensors",
+                    ),
+                    f"{_TUNED}.safetensors",
+                ),
+            ),
+        ),
+        Chapter(
+            "Learn how much of each block of each vector to add: from a few images, from images "
+            "without labels, to forget a task, for several tasks; beside the best single scale",
+            tuple(line for tale in TALES for line in _learning(tale)),
+        ),
+        Chapter("Merge: what was learned becomes a plain model", tuple(_merging())),
+        Chapter("Evaluate each beside the base, on test images", tuple(map(_evaluation, TALES))),
+    )
+
+
+def _line(text: str, run: str) -> Line:
+    return Line((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+
+
+def _learning(tale: Tale) -> Iterator[Line]:
+    uniform, learned = tale.runs
+    text = " ".join(tale.learn)
+    yield _line(text, learned)
+    yield _line(f"{text} --method search", uniform)
+
+
+def _merging() -> Iterator[Line]:
+    for run in (run for tale in TALES for run in tale.runs):
+        yield Line(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
+
+
+def _evaluation(tale: Tale) -> Line:
+    models = ("builtin:tiny", *map(_model, tale.runs))
+    return Line(("eval", *models, "--data", *tale.tested, "--json"), kept=scores_file(tale))
+
+
+def _model(run: str) -> str:
+    return f"{run}_model"
+
+
+def scores_file(tale: Tale) -> str:
+    """Where the scores of a tale are kept."""
+    return f"{tale.name}.json"
+
+
+def picture(path: str) -> Line:
+    """The command that draws the coefficients of the first tale."""
+    return Line(("inspect", TALES[0].name, "--plot", path), path)
+
+
+def identity() -> str:
+    """What tells this story from that of another version."""
+    text = "\n".join(str(line) for chapter in chapters() for line in chapter.lines)
+    return hashlib.sha256(f"{__version__}\n{text}".encode()).hexdigest()[:16]
+
+
+# The end ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the last table: accuracy on test images, in percent."""
+
+    what: str
+    task: str
+    zero_shot: float
+    uniform: float
+    learned: float
+
+
+def table(scores: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The rows of all tales, by the JSON that `atlas eval` printed for each."""
+    return [row for tale in TALES for row in _rows(tale, scores[tale.name]["results"])]
+
+
+def _rows(tale: Tale, results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    found = {(one["model"], one["data"]): 100 * one["top1"] for one in results}
+    models = ("builtin:tiny", *map(_model, tale.runs))
+    rows = [[found[model, data] for model in models] for data in tale.tested]
+    if tale.name == "forget":
+        for task, what, row in zip(tale.tested, ("to forget", "to keep"), rows, strict=True):
+            yield Row(f"{tale.title}: {what}", task, *(round(value, 2) for value in row))
+        return
+    means = [round(sum(column) / len(column), 2) for column in zip(*rows, strict=True)]
+    names = ", ".join(tale.tested) if len(rows) == 1 else f"mean of {len(rows)} tasks"
+    yield Row(tale.title, names, *means)
