@@ -59,20 +59,19 @@ TALES = (
         "few_shot",
         "few-shot: 4 images per class",
         (
-            *("fit", "builtin:digits", "--shots", "4", "--augment", "none"),
-            *_vectors("signs", "letters", "house_numbers", "counts"),
+            *("fit", "builtin:house_numbers", "--shots", "4", "--augment", "none"),
+            *_vectors("signs", "digits", "letters", "counts"),
         ),
-        ("builtin:digits",),
+        ("builtin:house_numbers",),
     ),
     Tale(
         "test_time",
         "test-time: no labels",
         (
-            *("tta", "builtin:house_numbers", "--split", "val"),
-            *("--objective", "balanced-entropy"),
-            *_vectors("signs", "digits", "letters", "textures"),
+            *("tta", "builtin:textures", "--split", "val", "--objective", "balanced-entropy"),
+            *_vectors("signs", "digits", "letters", "terrain"),
         ),
-        ("builtin:house_numbers",),
+        ("builtin:textures",),
     ),
     Tale(
         "forget",
@@ -104,20 +103,7 @@ def chapters() -> tuple[Chapter, ...]:
         ),
         Chapter(
             "What fine-tuning changed is a task vector; vectors of other tasks come with the model",
-            (
-                Line(
-                    (
-                        "extract",
-                        "builtin:tiny",
-                        f"{_TUNED}/model",
-                        "--name",
-                        _TUNED,
-                        "-o",
-                        f"{_TUNED}.safetensors",
-                    ),
-                    f"{_TUNED}.safetensors",
-                ),
-            ),
+            (_extraction(),),
         ),
         Chapter(
             "Learn how much of each block of each vector to add: from a few images, from images "
@@ -131,6 +117,12 @@ def chapters() -> tuple[Chapter, ...]:
 
 def _line(text: str, run: str) -> Line:
     return Line((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+
+
+def _extraction() -> Line:
+    file = f"{_TUNED}.safetensors"
+    names = (f"{_TUNED}/model", "--name", _TUNED)
+    return Line(("extract", "builtin:tiny", *names, "-o", file), file)
 
 
 def _learning(tale: Tale) -> Iterator[Line]:

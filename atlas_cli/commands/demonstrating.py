@@ -155,7 +155,7 @@ def _draw(story: Story, kept: bool) -> str | None:
         _say("(with the extra `plot`, a picture of the coefficients is drawn here)")
         return None
     path = Path("coefficients.png") if kept else Path.cwd() / f"{PLACE}.png"
-    _say("\n# Draw the coefficients that recognise digits")
+    _say("\n# Draw the coefficients that recognise house numbers")
     story.tell([picture(str(path))])
     return str(story.place / path)
 
