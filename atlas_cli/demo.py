@@ -11,6 +11,8 @@ from atlas_cli import __version__
 
 PLACE = "atlas-demo"
 _TUNED = "signs"  # fine-tuned on the spot; the other vectors come with the model
+_TUNING = "--steps 30 --batch-size 64 --lr 0.001 --augment none"
+_QUICK = ("--epochs", "5", "--augment", "none")
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ TALES = (
         "forget",
         "forgetting",
         (
-            *("negate", "builtin:letters", "--control", "builtin:everything", "--shots", "8"),
-            *("--augment", "none", *_vectors("letters")),
+            *("negate", "builtin:letters", "--control", "builtin:everything", "--shots", "4"),
+            *(*_QUICK, "--batch-size", "32", *_vectors("letters")),
         ),
         ("builtin:letters", "builtin:everything"),
     ),
@@ -86,8 +88,8 @@ TALES = (
         "together",
         "adding: one model for all",
         (
-            *("add", "builtin:digits", "builtin:signs", "builtin:terrain", "--shots", "8"),
-            *("--augment", "none", *_vectors("digits", "signs", "terrain")),
+            *("add", "builtin:digits", "builtin:signs", "builtin:terrain", "--shots", "4"),
+            *(*_QUICK, "--batch-size", "32", *_vectors("digits", "signs", "terrain")),
         ),
         ("builtin:digits", "builtin:signs", "builtin:terrain"),
     ),
@@ -99,7 +101,7 @@ def chapters() -> tuple[Chapter, ...]:
     return (
         Chapter(
             "Fine-tune the built-in model on road signs for a few seconds",
-            (_line(f"finetune builtin:{_TUNED} --steps 40 --lr 0.001 --augment none", _TUNED),),
+            (_line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED),),
         ),
         Chapter(
             "What fine-tuning changed is a task vector; vectors of other tasks come with the model",
