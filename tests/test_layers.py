@@ -68,6 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "describe": ({"checkpoint", "core", "headers", "sources", "vectors", "workers"}, set()),
     "census": ({"errors", "models", "sources"}, set()),
     "compare": ({"core", "errors", "vectors", "workers"}, {"torch"}),
+    "demo": (set(), set()),
     "grids": ({"core"}, set()),
     "plots": ({"errors", "files"}, {"matplotlib"}),
     "records": ({"checkpoint", "coefficients", "errors", "recipe"}, set()),
@@ -160,7 +161,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
-        | {"charts", "classwise", "names", "pages", "records", "vector_files"},
+        | {"charts", "classwise", "demo", "names", "pages", "records", "vector_files"},
         {"typer", "rich"},
     ),
 }
