@@ -118,6 +118,7 @@ class Story:
                 stderr=subprocess.PIPE,
                 text=True,
                 preexec_fn=_end_with_parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # two processes share the cores
             )
 
     def _finish(self, line: Line) -> None:
