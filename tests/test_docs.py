@@ -1,10 +1,9 @@
-"""README says what is true: its commands run and print what it shows."""
+"""README and docs/ say what is true. That their commands run is for test_doc_commands.py."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,35 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-NUMBER = re.compile(r"\d+\.\d+")
-
-
-def shown_commands() -> list[tuple[str, str]]:
-    """Every `$ command` in a console block, with the output shown below it."""
-    pairs: list[tuple[str, str]] = []
-    for block in re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            pairs.append((command, output))
-    return pairs
-
-
-def test_readme_shows_commands():
-    assert len(shown_commands()) >= 3
-
-
-def test_the_commands_of_readme_print_what_it_shows(tmp_path: Path):
-    """In order, in one empty folder. Accuracies may move by an image between machines."""
-    scripts = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
-    for command, shown in shown_commands():
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", shown), command
-        ours, theirs = NUMBER.findall(done.stdout), NUMBER.findall(shown)
-        assert [float(n) for n in ours] == pytest.approx([float(n) for n in theirs], abs=0.6)
+DOCS = ROOT / "docs"
+COMMANDS = (DOCS / "commands.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def test_every_command_is_in_readme():
@@ -51,22 +24,45 @@ def test_every_command_is_in_readme():
         assert f"`atlas {command.name}" in README, command.name
 
 
-def test_every_flag_in_readme_exists():
-    help_text = ""
-    from atlas_cli.commands.app import app
+def test_the_page_of_commands_is_what_help_prints():
+    done = subprocess.run(
+        [sys.executable, "-c", "import build_commands; print(build_commands.page(), end='')"],
+        env=os.environ | {"PYTHONPATH": f"{DOCS}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == COMMANDS, "run python docs/build_commands.py"
 
-    for command in app.registered_commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "atlas_cli", str(command.name), "--help"],
-            capture_output=True,
-            text=True,
-        )
-        help_text += done.stdout
-    known = set(re.findall(r"--[a-z-]+", help_text)) | {"--version"}
-    for line in re.findall(r"^(?:\$ )?atlas .*", README, re.MULTILINE):
-        for word in shlex.split(line, comments=True):
-            if word.startswith("--"):
-                assert word.partition("=")[0] in known, word
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_and_flag_on_a_page_exists(page: Path):
+    """By the help of the very command, also in blocks that are not run and within sentences."""
+    helps = {part.partition("`")[0]: part for part in COMMANDS.split("\n## `atlas ")[1:]}
+    text = page.read_text("utf-8")
+    shown = re.findall(r"`atlas ([a-z][^`]*)`", text)
+    for block in re.findall(r"^```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        shown += re.findall(r"(?:^|^\$ |\| )atlas ([^|;>\n]*)", block, re.MULTILINE)
+    for line in shown:
+        command, *words = line.split()
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert flags <= set(re.findall(r"--[a-z-]+", helps[command])), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_on_a_page_leads_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a heading is linked by."""
+    headings = re.findall(r"^#+ (.*)", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 def test_the_map_of_the_code_lists_every_module():

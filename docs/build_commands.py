@@ -1,0 +1,42 @@
+"""Write docs/commands.md: what `--help` prints, for every command.
+
+python docs/build_commands.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parent / "commands.md"
+INTRODUCTION = """# Commands
+
+What `--help` prints. This page is written by `python docs/build_commands.py`.
+"""
+
+
+def page() -> str:
+    """The text of docs/commands.md."""
+    from atlas_cli.commands.app import app
+
+    names = [str(command.name) for command in app.registered_commands]
+    sections = [f"\n## `atlas`\n\n```text\n{_help()}```\n"]
+    sections += [f"\n## `atlas {name}`\n\n```text\n{_help(name)}```\n" for name in names]
+    return INTRODUCTION + "".join(sections)
+
+
+def _help(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "atlas_cli", *command, "--help"],
+        env=os.environ | {"COLUMNS": "100"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
