@@ -337,17 +337,28 @@ def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
 def _tokenizer(open_clip: Any, blueprint: Blueprint) -> Tokenize:
     text = _with_local_text(blueprint)["text_cfg"]
     length = text.get("context_length", 77)
-    name = text.get("hf_tokenizer_name")
-    with _quiet():
-        if name:
-            tokenize: Tokenize = open_clip.tokenizer.HFTokenizer(
-                name, context_length=length, **text.get("tokenizer_kwargs", {})
-            )
-            return tokenize
-        tokenize = open_clip.SimpleTokenizer(
-            context_length=length, **text.get("tokenizer_kwargs", {})
+    name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
+    if not name:
+        simple: Tokenize = open_clip.SimpleTokenizer(context_length=length, **options)
+        return simple
+    if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
+        raise CheckpointError(
+            f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, which "
+            f"atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
         )
-        return tokenize
+    try:
+        with _quiet():  # code that comes with a tokenizer is never run
+            tokenize: Tokenize = open_clip.tokenizer.HFTokenizer(
+                name, context_length=length, trust_remote_code=False, **options
+            )
+    except (OSError, ValueError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
+    return tokenize
+
+
+# What configurations of open_clip say of tokenizers of transformers.
+_TOKENIZER_OPTIONS = frozenset({"clean", "language", "strip_sep_token", "tokenizer_mode"})
 
 
 @contextmanager
