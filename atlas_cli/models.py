@@ -343,8 +343,8 @@ def _tokenizer(open_clip: Any, blueprint: Blueprint) -> Tokenize:
         return simple
     if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
         raise CheckpointError(
-            f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, which "
-            f"atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+            f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, "
+            f"which atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
         )
     try:
         with _quiet():  # code that comes with a tokenizer is never run

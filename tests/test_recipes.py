@@ -88,18 +88,21 @@ def test_the_recipe_of_fine_tuning_runs(call, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("command", "recipe"), [("fit", "few_shot"), ("negate", "negate"), ("add", "add")]
+    ("command", "recipe", "quick"),
+    [
+        ("fit", "few_shot", ("--shots", "2")),
+        ("negate", "negate", ("--shots", "2")),
+        ("add", "add", ("--shots", "2")),
+        ("tta", "tta", ("--split", "val")),
+    ],
 )
-def test_a_recipe_of_learning_runs(call, monkeypatch, tmp_path: Path, command: str, recipe: str):
-    """With vectors of the built-in model that are random, and fewer steps than it asks for."""
-    from makers import write_moved_tiny
-
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("digits", "signs")):
-        write_moved_tiny(tmp_path / "vectors" / f"{name}.safetensors", seed=seed)
+def test_a_recipe_of_learning_runs(
+    call, tmp_path: Path, command: str, recipe: str, quick: tuple[str, ...]
+):
+    """With fewer steps than it asks for."""
     path = ROOT / "recipes" / f"{recipe}.yaml"
-    quick = ("--shots", "2", "--epochs", "1", "--min-steps", "2", "--batch-size", "16")
-    result = call(command, path, *quick, "-o", "run", "--quiet")
+    steps = ("--epochs", "1", "--min-steps", "2", "--batch-size", "16")
+    result = call(command, path, *quick, *steps, "-o", tmp_path / "run", "--quiet")
     assert result.code == 0 or "nothing lowered" in result.err, result.err
     assert read_recipe(LearnedRecipe, result.out).base_model == "builtin:tiny"
 

@@ -19,7 +19,7 @@ Keep = Annotated[bool, typer.Option("--keep", help="Leave every file in place to
 def demo(
     folder: Folder = None, keep: Keep = False, force: Force = False, as_json: AsJson = False
 ) -> None:
-    """Run every command on the built-in model, with no download, and print a table of results.
+    """Tell the whole story on the built-in model, with no download, and print a table of results.
 
     Each command line is printed before it runs. It works in ./atlas-demo, which is removed at the
     end unless --keep or -o is given; after a kill, the same command goes on where it stopped.
