@@ -7,8 +7,8 @@ Every task is the target once, with its own vector left out of the pool. A metho
 images of the test split without labels, adapts to them, and is scored on the same images, as the
 paper does; what it keeps is decided by its own guard, never by a label. Prints markdown tables.
 Rows that are finished are kept in DIR, so that a run that was stopped goes on. A row takes some 3 s
-of one core; --brief takes the conditions made worse with one seed each (strength 1 with seed 0, 2
-with 1, 3 with 2), and there all objectives but ufm at strength 2 only.
+of one core; --brief takes the objectives other than ufm with one seed for each condition made worse
+(strength 1 with the first seed, 2 with the second, 3 with the third).
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def jobs_of(seeds: list[int], images: int, brief: bool) -> list[Job]:
 
 def is_brief(condition: str, method: str, number: int) -> bool:
     """Whether a condition is worked out with the seed of a number in a brief run."""
-    if condition == "clean":
-        return True
-    return condition.endswith(f" {number}") and (method in MAIN or number == 2)
+    return condition == "clean" or method in MAIN or condition.endswith(f" {number}")
 
 
 def results(jobs: Iterable[Job], work: Path, vectors: Path, known_only: bool) -> list[Row]:
