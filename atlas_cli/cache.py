@@ -21,7 +21,8 @@ from pathlib import Path
 from atlas_cli.files import whole_file
 
 _SETTLED = 2.0  # seconds; the coarsest clock that a file system keeps
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HEXADECIMAL = re.compile(r"[0-9a-f]+")
+SHA256, XXH3 = 64, 32  # hexadecimal digits of a digest
 
 
 def cache_folder() -> Path:
@@ -33,16 +34,15 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Known:
-    """What is remembered of a file or of a block: its sha256 in hexadecimal, and its norm."""
+    """What is remembered of a file or of a block: its digest in hexadecimal, and its norm."""
 
     digest: str
     norm: float = 0.0
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether it can have been written here."""
+    def is_sound(self, digits: int) -> bool:
+        """Whether it can have been written here, with a digest of so many digits."""
         number = type(self.norm) is float and math.isfinite(self.norm) and self.norm >= 0
-        return number and _DIGEST.fullmatch(self.digest) is not None
+        return number and len(self.digest) == digits and bool(_HEXADECIMAL.fullmatch(self.digest))
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,15 @@ def sight(paths: Sequence[Path]) -> Sighting:
     return Sighting(files, settled=now - youngest > _SETTLED * 1e9)
 
 
-def recall(what: str, sighting: Sighting, names: Collection[str]) -> dict[str, Known]:
+def recall(
+    what: str, sighting: Sighting, names: Collection[str], digits: int = SHA256
+) -> dict[str, Known]:
     """What was remembered of the same files under each of the names; empty if not all is there."""
     try:
         found = json.loads(_entry(what, sighting).read_text("utf-8"))
         same = found["files"] == [list(file) for file in sighting.files] != []
         known = {name: Known(*found["known"][name]) for name in names}
-        sound = all(one.is_sound for one in known.values())
+        sound = all(one.is_sound(digits) for one in known.values())
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
         return {}
     return known if same and sound else {}

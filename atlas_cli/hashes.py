@@ -26,7 +26,7 @@ class BlockHashes:
         # Another version may name blocks anew.
         self._what = f"XXH3 of blocks of {scope} by atlas {__version__}"
         self._sighting = cache.sight(files)
-        found = cache.recall(self._what, self._sighting, names)
+        found = cache.recall(self._what, self._sighting, names, cache.XXH3)
         self._digests = {name: bytes.fromhex(known.digest) for name, known in found.items()}
         self._norms = {name: known.norm for name, known in found.items()}
         self._begun: dict[str, Future[bytes]] = {}

@@ -144,6 +144,13 @@ def test_a_damaged_entry_is_not_used_and_is_replaced(weights: Path, name: str):
     assert recall("files", sight([weights]), ["a"]) == {"a": ONE}
 
 
+def test_a_digest_is_recalled_only_as_one_of_its_own_length(weights: Path):
+    block = {"a": Known("1" * 32, 0.5)}
+    remember("blocks", sight([weights]), block)
+    assert recall("blocks", sight([weights]), ["a"], cache.XXH3) == block
+    assert recall("blocks", sight([weights]), ["a"]) == {}
+
+
 def test_many_at_once_leave_one_whole_entry(weights: Path):
     seen = sight([weights])
 
@@ -246,7 +253,7 @@ def test_the_bytes_are_the_same_with_and_without_a_cache(
     remembered = extract(models, "one")
     monkeypatch.setenv("ATLAS_CACHE", str(models / "elsewhere"))
     assert extract(models, "one") == remembered
-    monkeypatch.setattr(cache, "recall", lambda what, seen, names: {})
+    monkeypatch.setattr(cache, "recall", lambda *asked: {})
     assert extract(models, "one") == remembered
 
 
