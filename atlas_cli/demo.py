@@ -107,30 +107,35 @@ TALES = (
 
 
 def chapters() -> tuple[Chapter, ...]:
-    """The whole story. A line comes after those that it needs."""
-    learning = {tale.name: tuple(_learning(tale)) for tale in TALES}
-    forget = learning.pop("forget")
+    """The whole story. A line comes after those that it needs, and the longest come first."""
+    few_shot, test_time, forget, together = TALES
     return (
         Chapter(
             "Fine-tune the built-in model on road signs for a few seconds: what that changes is a "
             "task vector. With the vector of letters, which comes with the model, forget letters",
-            (_line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED), *forget, _extraction()),
+            (_tuning(), *_learning(forget), _extraction()),
         ),
         Chapter(
             "Learn how much of each block of each vector to add: from a few images, from images "
             "without labels, for several tasks; beside the best single scale",
-            tuple(line for lines in learning.values() for line in lines),
+            tuple(line for tale in (together, few_shot, test_time) for line in _learning(tale)),
         ),
         Chapter(
             "Merge: what was learned becomes a plain model. Evaluate it beside the base, on test "
             "images",
-            tuple(line for tale in TALES for line in (*_merging(tale), _evaluation(tale))),
+            tuple(
+                line for tale in reversed(TALES) for line in (*_merging(tale), _evaluation(tale))
+            ),
         ),
     )
 
 
 def _line(text: str, run: str) -> Line:
     return Line((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+
+
+def _tuning() -> Line:
+    return _line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED)
 
 
 def _extraction() -> Line:

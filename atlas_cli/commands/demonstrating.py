@@ -152,7 +152,8 @@ def _first_ready(
 
 def _in_its_name(line: Line, said: str) -> str:
     """What a line said, with its name for that of atlas, since two talk at a time."""
-    return re.sub("^atlas: ", f"{line.name}: ", said.rstrip(), flags=re.MULTILINE)
+    its = f"{line.name}: "
+    return re.sub(f"^atlas: ({re.escape(its)})?", its, said.rstrip(), flags=re.MULTILINE)
 
 
 def _printed(line: Line) -> str:
