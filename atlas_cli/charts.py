@@ -179,8 +179,8 @@ def class_chart(classes: Classes) -> Any:
         points.encode(
             alt.X("value:Q", scale=scale, axis=axis),
             side,
-            alt.Color("when:N", scale=colours, title=None),
-            alt.Size("when:N", scale=sizes, title=None),
+            alt.Color("when:O", scale=colours, title=None),
+            alt.Size("when:O", scale=sizes, title=None),
             tooltip=[
                 alt.Tooltip("class:N"),
                 alt.Tooltip("when:N", title="when"),

@@ -69,7 +69,7 @@ def _vectors(*names: str) -> tuple[str, ...]:
 TALES = (
     Tale(
         "few_shot",
-        "few-shot: 4 images per class",
+        "few-shot: 4 per class",
         (
             *("fit", "builtin:house_numbers", "--shots", "4", "--augment", "none"),
             *_vectors("signs", "digits", "letters", "counts"),
@@ -96,7 +96,7 @@ TALES = (
     ),
     Tale(
         "together",
-        "adding: one model for all",
+        "adding: one for all",
         (
             *("add", "builtin:digits", "builtin:signs", "builtin:terrain", "--shots", "4"),
             *(*_QUICK, "--batch-size", "32", *_vectors("digits", "signs", "terrain")),

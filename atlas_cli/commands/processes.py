@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -72,10 +73,7 @@ def _run(arguments: tuple[str, ...], place: str, printed: str, said: str) -> Non
     for number, path in ((1, printed), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
     sys.argv = ["atlas", *arguments]
-
-    from atlas_cli.__main__ import run
-
-    run()
+    runpy.run_module("atlas_cli", run_name="__main__")
 
 
 def _end_with_parent() -> None:
