@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -72,8 +71,10 @@ def _run(arguments: tuple[str, ...], place: str, printed: str, said: str) -> Non
     os.chdir(place)
     for number, path in ((1, printed), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
-    sys.argv = ["atlas", *arguments]
-    runpy.run_module("atlas_cli", run_name="__main__")
+
+    from atlas_cli.commands.app import main
+
+    sys.exit(main(arguments))
 
 
 def _end_with_parent() -> None:
