@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 
 _SLOW = "atlas_cli.commands.warm"
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,12 @@ def _run(arguments: tuple[str, ...], place: str, printed: str, said: str) -> Non
 
 
 def _end_with_parent() -> None:
-    """Have a process end when that one does which it was forked from; only Linux can."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    """Have a process end when that one does which began it, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,30 @@ def test_a_command_that_fails_ends_the_story_with_its_own_words(tmp_path: Path) 
     assert f"going on in d, where {len(done)} commands are done" in ended.stderr
     assert "together_uniform/recipe.yaml" in ended.stderr
     assert "failed with exit code" in ended.stderr
+
+
+def test_a_kill_ends_the_commands_that_run(tmp_path: Path) -> None:
+    process = subprocess.Popen([*ATLAS, "demo", "-o", "d"], cwd=tmp_path, stdout=-3, stderr=-3)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "d" / "signs" / "config.json").exists():  # fine-tuning is under way
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert working_in(tmp_path)
+    process.kill()
+    process.wait()
+    while working_in(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def working_in(folder: Path) -> list[str]:
+    """The processes whose working directory is within a folder."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (one / "cwd").readlink().is_relative_to(folder.resolve()):
+                found.append(one.name)
+    return found
 
 
 @pytest.mark.slow
