@@ -27,7 +27,7 @@ _CONFIG: dict[str, Any] = {
     "title": {"anchor": "start", "fontSize": 12, "fontWeight": "normal", "offset": 6},
     "axis": {
         "labelFontSize": 11,
-        "labelLimit": 200,
+        "labelLimit": 220,
         "titleFontSize": 11,
         "titleFontWeight": "normal",
     },
@@ -119,13 +119,13 @@ def _scale(limit: float, words: Words) -> Any:
 
 
 def curves(record: Record) -> list[Any]:
-    """The loss and what was told of the images of every step, by stage."""
-    known = [key for key in ("loss", "accuracy", "agreement") if key in _keys(record)]
+    """The loss and what was told of the images of every step, by stage; not what never moves."""
+    known = [key for key in ("loss", "accuracy", "agreement") if _moves(record, key)]
     return [_curve(record, key) for key in known]
 
 
-def _keys(record: Record) -> set[str]:
-    return {key for row in record.metrics for key in row}
+def _moves(record: Record, key: str) -> bool:
+    return len({row[key] for row in record.metrics if key in row}) > 1
 
 
 def _curve(record: Record, key: str) -> Any:
@@ -158,7 +158,7 @@ def class_chart(classes: Classes) -> Any:
     """Every class before and after, joined by a line."""
     import altair as alt
 
-    after = "learned" if classes.shares else "adapted"
+    after = classes.after
     measure = "accuracy" if classes.shares else "images"
     form = ".1%" if classes.shares else "d"
     spans = [{"class": name, "from": low, "to": high} for name, low, high in classes.rows]
@@ -172,13 +172,15 @@ def class_chart(classes: Classes) -> Any:
     axis = alt.Axis(format=".0%" if classes.shares else "d", title=measure, tickCount=5)
     colours = alt.Scale(domain=["zero-shot", after], range=[_BEFORE, _AFTER])
     lines = alt.Chart(alt.Data(values=spans)).mark_rule(strokeWidth=2, color=_BEFORE)
-    points = alt.Chart(alt.Data(values=dots)).mark_circle(size=90, opacity=1)
+    sizes = alt.Scale(domain=["zero-shot", after], range=[120, 70])  # both show in one place
+    points = alt.Chart(alt.Data(values=dots)).mark_circle(opacity=1)
     return alt.layer(
         lines.encode(alt.X("from:Q", scale=scale, axis=axis), side, alt.X2("to:Q")),
         points.encode(
             alt.X("value:Q", scale=scale, axis=axis),
             side,
-            alt.Color("when:N", scale=colours, title=None),
+            alt.Color("when:O", scale=colours, title=None),
+            alt.Size("when:O", scale=sizes, title=None),
             tooltip=[
                 alt.Tooltip("class:N"),
                 alt.Tooltip("when:N", title="when"),

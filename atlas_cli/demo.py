@@ -23,6 +23,16 @@ class Line:
     made: str = ""
     kept: str = ""
 
+    @property
+    def name(self) -> str:
+        """What it is called where it speaks: the name of what it makes."""
+        return (self.made or self.kept).partition(".")[0]
+
+    def needs(self, other: Line) -> bool:
+        """Whether it reads what another one makes."""
+        read = {argument.partition("/")[0] for argument in self.arguments} - {self.made}
+        return bool(other.made) and other.made in read
+
     def __str__(self) -> str:
         kept = f" > {self.kept}" if self.kept else ""
         return f"atlas {' '.join(self.arguments)}{kept}"
@@ -30,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Lines that need each other's results in no order, so that two may run at a time."""
+    """Some lines under a title."""
 
     title: str
     lines: tuple[Line, ...]
@@ -59,7 +69,7 @@ def _vectors(*names: str) -> tuple[str, ...]:
 TALES = (
     Tale(
         "few_shot",
-        "few-shot: 4 images per class",
+        "few-shot: 4 per class",
         (
             *("fit", "builtin:house_numbers", "--shots", "4", "--augment", "none"),
             *_vectors("signs", "digits", "letters", "counts"),
@@ -86,7 +96,7 @@ TALES = (
     ),
     Tale(
         "together",
-        "adding: one model for all",
+        "adding: one for all",
         (
             *("add", "builtin:digits", "builtin:signs", "builtin:terrain", "--shots", "4"),
             *(*_QUICK, "--batch-size", "32", *_vectors("digits", "signs", "terrain")),
@@ -97,28 +107,35 @@ TALES = (
 
 
 def chapters() -> tuple[Chapter, ...]:
-    """The whole story."""
+    """The whole story. A line comes after those that it needs, and the longest come first."""
+    few_shot, test_time, forget, together = TALES
     return (
         Chapter(
-            "Fine-tune the built-in model on road signs for a few seconds",
-            (_line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED),),
-        ),
-        Chapter(
-            "What fine-tuning changed is a task vector; vectors of other tasks come with the model",
-            (_extraction(),),
+            "Fine-tune the built-in model on road signs for a few seconds: what that changes is a "
+            "task vector. With the vector of letters, which comes with the model, forget letters",
+            (_tuning(), *_learning(forget), _extraction()),
         ),
         Chapter(
             "Learn how much of each block of each vector to add: from a few images, from images "
-            "without labels, to forget a task, for several tasks; beside the best single scale",
-            tuple(line for tale in TALES for line in _learning(tale)),
+            "without labels, for several tasks; beside the best single scale",
+            tuple(line for tale in (together, few_shot, test_time) for line in _learning(tale)),
         ),
-        Chapter("Merge: what was learned becomes a plain model", tuple(_merging())),
-        Chapter("Evaluate each beside the base, on test images", tuple(map(_evaluation, TALES))),
+        Chapter(
+            "Merge: what was learned becomes a plain model. Evaluate it beside the base, on test "
+            "images",
+            tuple(
+                line for tale in reversed(TALES) for line in (*_merging(tale), _evaluation(tale))
+            ),
+        ),
     )
 
 
 def _line(text: str, run: str) -> Line:
     return Line((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+
+
+def _tuning() -> Line:
+    return _line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED)
 
 
 def _extraction() -> Line:
@@ -134,8 +151,8 @@ def _learning(tale: Tale) -> Iterator[Line]:
     yield _line(f"{text} --method search", uniform)
 
 
-def _merging() -> Iterator[Line]:
-    for run in (run for tale in TALES for run in tale.runs):
+def _merging(tale: Tale) -> Iterator[Line]:
+    for run in tale.runs:
         yield Line(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
 
 
@@ -153,9 +170,10 @@ def scores_file(tale: Tale) -> str:
     return f"{tale.name}.json"
 
 
-def picture(path: str) -> Line:
+def drawing(path: str) -> Chapter:
     """The command that draws the coefficients of the first tale."""
-    return Line(("inspect", TALES[0].name, "--plot", path), path)
+    line = Line(("inspect", TALES[0].name, "--plot", path), path)
+    return Chapter("Draw the coefficients that recognise house numbers", (line,))
 
 
 def identity() -> str:

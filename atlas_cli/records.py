@@ -23,12 +23,14 @@ class Classes:
     """A number for every class of a task, before and after; `on` says of which images.
 
     It is a share of them that is recognised or, where nobody knows labels, a count of predictions.
+    `after` is what the second number is called.
     """
 
     task: str
     on: str
     shares: bool
     rows: tuple[tuple[str, float, float], ...]
+    after: str = "learned"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def read_run(folder: Path) -> Record:
     result = _read_json(folder / _RESULT)
     tasks = _tasks(config, folder / _CONFIG)
     try:
-        scores, classes = _scores(result), tuple(_classes(result, tasks))
+        method = str(config["recipe"].get("method", "learned"))
+        scores, classes = _scores(result, method), tuple(_classes(result, tasks, method))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
@@ -169,7 +172,7 @@ def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _scores(result: Mapping[str, Any]) -> Scores | None:
+def _scores(result: Mapping[str, Any], method: str) -> Scores | None:
     """Accuracies of tasks by method, or what can be told without labels."""
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
@@ -182,22 +185,22 @@ def _scores(result: Mapping[str, Any]) -> Scores | None:
         return Scores(False, names, kept)
     if "learned" in result:
         before, after = _number(result["zero_shot"]), _number(result["learned"])
-        return Scores(True, ("accuracy",), {"zero-shot": (before,), "learned": (after,)})
+        return Scores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
     return None
 
 
-def _classes(result: Mapping[str, Any], tasks: Sequence[str]) -> Iterator[Classes]:
+def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> Iterator[Classes]:
     for task in result.get("classes", ()):
         rows = tuple(
             (name, float(row["zero_shot"]), float(row["learned"]))
             for name, row in task["classes"].items()
         )
-        yield Classes(task["task"], task["on"], True, rows)
+        yield Classes(task["task"], task["on"], True, rows, method)
     if histogram := result.get("histogram"):
         before, after = histogram["zero-shot"], histogram["adapted"]
         counts = tuple((name, float(n), float(after[name])) for name, n in before.items())
         on = f"{sum(before.values())} images, as they are classified"
-        yield Classes(tasks[0] if tasks else "images", on, False, counts)
+        yield Classes(tasks[0] if tasks else "images", on, False, counts, "adapted")
 
 
 def _number(value: Any) -> float | None:

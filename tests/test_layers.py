@@ -161,7 +161,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"builtin", "commands", "data", "errors", "evaluate", "export", "files", "models"}
         | {"bases", "core", "differences", "extract"}
         | {"census", "compare", "describe", "grids", "plots", "recipe", "sources", "vectors"}
-        | {"charts", "classwise", "demo", "names", "pages", "records", "vector_files"},
+        | {"charts", "classwise", "demo", "names", "pages", "records", "vector_files", "vision"},
         {"typer", "rich"},
     ),
 }

@@ -1,33 +1,38 @@
-"""What `atlas demo` does: command lines as real processes, two at a time, each done once."""
+"""What `atlas demo` does: command lines as processes, two at a time, each done once."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib.util
 import json
-import os
+import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from atlas_cli import __version__
 from atlas_cli.commands import output
-from atlas_cli.demo import PLACE, TALES, Line, Row, chapters, identity, picture, scores_file, table
+from atlas_cli.commands.processes import Running, begin, first_to_end
+from atlas_cli.demo import (
+    PLACE,
+    TALES,
+    Chapter,
+    Line,
+    Row,
+    chapters,
+    drawing,
+    identity,
+    scores_file,
+    table,
+)
 from atlas_cli.errors import AtlasError
 from atlas_cli.files import write_text
 
 _NOTES = "demo.json"
 _AT_ONCE = 2
 _RUNS = ("finetune", "fit", "tta", "negate", "add")  # these go on with --resume, others anew
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def run(folder: Path | None, *, keep: bool, force: bool, as_json: bool) -> None:
@@ -35,10 +40,7 @@ def run(folder: Path | None, *, keep: bool, force: bool, as_json: bool) -> None:
     place = folder or Path(PLACE)
     kept = keep or folder is not None
     story = _open(place, force=force)
-    for chapter in chapters():
-        _say(f"\n# {chapter.title}")
-        for start in range(0, len(chapter.lines), _AT_ONCE):
-            story.tell(chapter.lines[start : start + _AT_ONCE])
+    story.tell(chapters())
     drawn = _draw(story, kept)
     scores = {tale.name: json.loads((place / scores_file(tale)).read_text()) for tale in TALES}
     rows = table(scores)
@@ -88,40 +90,44 @@ class Story:
     seconds: float
     _began: float = field(default_factory=time.monotonic)
 
-    def tell(self, lines: Sequence[Line]) -> None:
-        """Run lines side by side, but those that are done."""
-        begun = []
+    def tell(self, chapters: Sequence[Chapter]) -> None:
+        """Run the lines that are not done, in order, each as soon as what it needs is there."""
+        waiting = [(chapter, line) for chapter in chapters for line in chapter.lines]
+        running: dict[Line, Running] = {}
+        title = ""
         try:
-            for line in lines:
+            while waiting or running:
+                ready = _first_ready(waiting, running) if len(running) < _AT_ONCE else None
+                if ready is None:
+                    self._finish(running)
+                    continue
+                waiting.remove(ready)
+                chapter, line = ready
+                _say(f"\n# {chapter.title}" * (chapter.title != title))
+                title = chapter.title
                 _say(f"$ {line}")
                 if str(line) not in self.done:
-                    begun.append((line, self._begin(line)))
-            for line, process in begun:
-                said = process.communicate()[1]
-                _say(said.rstrip())
-                if process.returncode:
-                    raise AtlasError(f"{line}: failed with exit code {process.returncode}")
-                self._finish(line)
+                    running[line] = self._begin(line)
         finally:
-            for _, process in begun:
-                process.kill()
-                process.wait()
+            for one in running.values():
+                one.kill()
 
-    def _begin(self, line: Line) -> subprocess.Popen[str]:
+    def _begin(self, line: Line) -> Running:
         again = bool(line.made) and (self.place / line.made).exists()
         resumed = ("--resume" if line.arguments[0] in _RUNS else "--force",) if again else ()
-        with (self.place / _printed(line)).open("w") if line.kept else _nowhere() as stdout:
-            return subprocess.Popen(
-                [sys.executable, "-m", "atlas_cli", *line.arguments, *resumed],
-                cwd=self.place,
-                stdout=stdout,
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=_end_with_parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # two processes share the cores
-            )
+        printed = self.place / _printed(line) if line.kept else None
+        said = self.place / f".{line.name}.said"
+        return begin([*line.arguments, *resumed], self.place, said, printed)
 
-    def _finish(self, line: Line) -> None:
+    def _finish(self, running: dict[Line, Running]) -> None:
+        """Wait for one of the lines that run, and let it say what it has to say."""
+        first = first_to_end(running.values())
+        line = next(line for line, one in running.items() if one is first)
+        del running[line]
+        code, said = first.end()
+        _say(_in_its_name(line, said))
+        if code:
+            raise AtlasError(f"{line}: failed with exit code {code}")
         if line.kept:
             (self.place / _printed(line)).replace(self.place / line.kept)
         self.done.append(str(line))
@@ -133,18 +139,25 @@ class Story:
         return self.seconds + time.monotonic() - self._began
 
 
+def _first_ready(
+    waiting: Sequence[tuple[Chapter, Line]], running: Mapping[Line, Running]
+) -> tuple[Chapter, Line] | None:
+    """The first line of the chapter that needs nothing of those that are still to end."""
+    unfinished = [*running, *(line for _, line in waiting)]
+    for chapter, line in waiting:
+        if chapter is waiting[0][0] and not any(line.needs(other) for other in unfinished):
+            return chapter, line
+    return None
+
+
+def _in_its_name(line: Line, said: str) -> str:
+    """What a line said, with its name for that of atlas, since two talk at a time."""
+    its = f"{line.name}: "
+    return re.sub(f"^atlas: ({re.escape(its)})?", its, said.rstrip(), flags=re.MULTILINE)
+
+
 def _printed(line: Line) -> str:
     return f".{line.kept}.part"
-
-
-def _nowhere() -> IO[str]:
-    return Path(os.devnull).open("w")
-
-
-def _end_with_parent() -> None:
-    """Have a process end when this one does, however that ends; only Linux can."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 # The end ----------------------------------------------------------------------------------------
@@ -156,8 +169,7 @@ def _draw(story: Story, kept: bool) -> str | None:
         _say("(with the extra `plot`, a picture of the coefficients is drawn here)")
         return None
     path = Path("coefficients.png") if kept else Path.cwd() / f"{PLACE}.png"
-    _say("\n# Draw the coefficients that recognise house numbers")
-    story.tell([picture(str(path))])
+    story.tell([drawing(str(path))])
     return str(story.place / path)
 
 

@@ -11,12 +11,16 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError, ClosedError
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 CLOSED = "stdout was closed before everything was written"
 _PIECE = 1 << 15  # half of what a pipe holds
+_FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
 
 
 def emit(result: object, *, as_json: bool = False) -> None:
@@ -39,24 +43,61 @@ def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
     """Draw rows on the terminal behind stdout. A column with nothing in it is left out."""
-    from rich import box
     from rich.console import Console
+
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
+    drawn = _side_by_side if least <= console.width else _below_each_other
+    console.print(drawn(columns, rows, caption))
+    write(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
+    """What a column needs: a number is never cut, a text is folded."""
+    widest = max(len(text) for text in (name, *(row[name] for row in rows)))
+    return widest if _is_numeric(name, rows) else min(widest, _FOLDED)
+
+
+def _is_numeric(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    return all(row[name][:1] in "+-0123456789" for row in rows)
+
+
+def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str) -> Table:
+    """A line for every row."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     style = box.SIMPLE_HEAD
     table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
-        is_number = all(row[name][:1] in "+-0123456789" for row in rows)
+        is_number = _is_numeric(name, rows)
         table.add_column(
             name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
         )
     for row in rows:
         table.add_row(*(Text(row[name]) for name in columns))
-    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
-    console.print(table)
-    write(console.file.getvalue())  # type: ignore[attr-defined]
+    return table
+
+
+def _below_each_other(
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str
+) -> Table:
+    """A line for every cell, where rows would be too wide."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE
+    table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
+    table.add_column("", overflow="fold", style="bold")
+    table.add_column("", overflow="fold")
+    for row in rows:
+        for name in columns:
+            table.add_row(name, Text(row[name]))
+        table.add_section()
+    return table
 
 
 def write(text: str) -> None:

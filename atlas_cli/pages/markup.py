@@ -16,7 +16,14 @@ class Share:
     value: float
 
 
-Cell = str | int | float | Share | None
+@dataclass(frozen=True)
+class Rounded:
+    """A number that is shown with three decimals, so that those of a column line up."""
+
+    value: float
+
+
+Cell = str | int | float | Share | Rounded | None
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], name: str) -> str:
@@ -39,17 +46,23 @@ def _head(column: str, numbers: bool) -> str:
 
 
 def _is_number(value: Cell) -> bool:
-    return isinstance(value, int | float | Share)
+    return isinstance(value, int | float | Share | Rounded)
 
 
 def _cell(value: Cell) -> str:
     """A cell; a number has its exact value beside what is shown."""
     if isinstance(value, str) or value is None:
         return f"<td>{escape(value or '')}</td>"
-    exact = value.value if isinstance(value, Share) else value
-    shown = f"{100 * exact:.2f} %" if isinstance(value, Share) else f"{exact:.6g}"
-    shown = str(exact) if isinstance(exact, int) else shown
-    return f'<td class="number" data-value="{exact!r}">{shown}</td>'
+    exact = value.value if isinstance(value, Share | Rounded) else value
+    return f'<td class="number" data-value="{exact!r}">{_shown(value)}</td>'
+
+
+def _shown(value: int | float | Share | Rounded) -> str:
+    if isinstance(value, Share):
+        return f"{100 * value.value:.2f} %"
+    if isinstance(value, Rounded):
+        return f"{value.value:.3f}"
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def figure(spec: dict[str, Any], *, fill: bool = False) -> str:

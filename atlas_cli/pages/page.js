@@ -1,4 +1,4 @@
-// Draws the charts of the page, and sorts its tables.
+// Draws the charts of the page, sorts its tables, and shows where one of them goes on.
 
 for (const figure of document.querySelectorAll("figure.chart")) {
   const spec = JSON.parse(figure.querySelector("script").textContent);
@@ -32,4 +32,11 @@ const sort = (head) => {
 
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => sort(button.parentElement));
+}
+
+for (const place of document.querySelectorAll(".scroll")) {
+  const mark = () =>
+    place.classList.toggle("more", place.scrollLeft + place.clientWidth < place.scrollWidth - 1);
+  place.addEventListener("scroll", mark);
+  new ResizeObserver(mark).observe(place);
 }

@@ -10,9 +10,10 @@ from atlas_cli import charts
 from atlas_cli.coefficients import summarise
 from atlas_cli.grids import Grid, coefficient_grids
 from atlas_cli.pages import markup
-from atlas_cli.pages.markup import Cell, Share
+from atlas_cli.pages.markup import Cell, Rounded, Share
 from atlas_cli.records import Classes, Record
 
+_OURS = ("learned", "isotropic", "search")  # what a run is for, over what it is compared with
 _MANY = 5000  # coefficients beyond which a page only shows the picture of them
 
 
@@ -55,7 +56,7 @@ def _scores(record: Record) -> str:
         return ""
     share = record.scores.shares
     rows: list[list[Cell]] = [
-        [name, *(Share(n) if share and n is not None else n for n in row)]
+        [name, *(None if n is None else Share(n) if share else Rounded(n) for n in row)]
         for name, row in record.scores.rows.items()
     ]
     return markup.table(["", *record.scores.columns], rows, "result")
@@ -67,7 +68,7 @@ def _coefficients(record: Record) -> Iterator[str]:
     yield heat_map(coefficient_grids(record.table))
     columns = ["vector", "coefficients", "mean", "mean size", "lowest", "highest", "largest at"]
     rows: list[list[Cell]] = [
-        [r.vector, r.blocks, r.mean, r.mean_size, r.lowest, r.highest, r.largest]
+        [r.vector, r.blocks, *map(Rounded, (r.mean, r.mean_size, r.lowest, r.highest)), r.largest]
         for r in summarise(record.table)
     ]
     yield markup.table(columns, rows, "vectors")
@@ -97,12 +98,11 @@ def _curves(record: Record) -> str:
 
 
 def _classes(classes: Classes) -> str:
-    after = "learned" if classes.shares else "adapted"
     rows: list[list[Cell]] = [
         [name, *(Share(n) if classes.shares else int(n) for n in values)]
         for name, *values in classes.rows
     ]
-    table = markup.table(["class", "zero-shot", after], rows, f"classes of {classes.task}")
+    table = markup.table(["class", "zero-shot", classes.after], rows, f"classes of {classes.task}")
     return markup.row([_class_figure(classes)], kind="tall") + markup.folded(
         f"All {len(rows)} classes of {classes.task}", table
     )
@@ -139,7 +139,7 @@ def comparison(records: Sequence[Record]) -> str:
     """A row for every task of every run, if there are several."""
     if len(records) < 2:
         return ""
-    columns = ["run", "command", "task", "zero-shot", "learned"]
+    columns = ["run", "task", "zero-shot", "learned", "command"]
     columns += ["vectors", "coefficients", "steps", "last loss"]
     rows = [[*task, *_size(record)] for record in records for task in _tasks(record)]
     return markup.section("Runs", markup.table(columns, rows, "runs"))
@@ -149,11 +149,11 @@ def _tasks(record: Record) -> Iterator[list[Cell]]:
     """Every task with its accuracy before and after; without, where nobody knows labels."""
     command = str(record.config.get("command", ""))
     rows = record.scores.rows if record.scores and record.scores.shares else {}
-    after = rows.get("learned", rows.get("search", ()))
+    after = next((rows[name] for name in _OURS if name in rows), ())
     known = zip(rows.get("zero-shot", ()), after, strict=False)
     shares = [[None if n is None else Share(n) for n in pair] for pair in known]
     for name, pair in zip_longest(record.tasks, shares, fillvalue=None):
-        yield [record.name, command, name, *(pair or (None, None))]
+        yield [record.name, name, *(pair or (None, None)), command]
 
 
 def _size(record: Record) -> list[Cell]:

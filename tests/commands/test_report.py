@@ -159,3 +159,14 @@ def test_two_runs_at_once_are_for_a_report(call, runs: Path):
     result = call("inspect", runs / "fit", runs / "tta")
     assert (result.code, len(result.error_lines)) == (2, 1)
     assert "is shown alone" in result.err
+
+
+def test_a_search_is_called_a_search(call, runs: Path, tmp_path: Path):
+    folder = learn(runs / "world", "fit", tmp_path / "searched", "--method", "search")
+    result = call("report", folder, "-o", tmp_path / "r.html")
+    assert result.code == 0
+    body = (tmp_path / "r.html").read_text().partition('<script type="module">')[0]
+    assert "<td>search</td>" in body
+    assert "<button>search</button>" in body
+    assert "<td>learned</td>" not in body
+    assert "<button>learned</button>" not in body

@@ -105,8 +105,8 @@ def test_the_tables_hold_the_numbers_of_the_metrics(page, runs, number: int, mea
 def test_the_table_of_runs_compares_them(page, runs):
     result = json.loads((runs[0] / "result.json").read_text())
     fit, tta = cells(page, "runs")
-    assert fit[3:5] == [f"{100 * result[key]:.2f} %" for key in ("zero_shot", "learned")]
-    assert (fit[1], tta[1], tta[3:5]) == ("fit", "tta", ["", ""])
+    assert fit[2:4] == [f"{100 * result[key]:.2f} %" for key in ("zero_shot", "learned")]
+    assert (fit[4], tta[4], tta[2:4]) == ("fit", "tta", ["", ""])
 
 
 def test_hovering_a_cell_shows_vector_block_and_value(page, runs):
