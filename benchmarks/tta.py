@@ -1,9 +1,8 @@
 """What adapting to unlabelled images buys on the built-in tasks, clean and made worse.
 
-    python benchmarks/tta.py [--work DIR] [--vectors DIR] [--images 200] [--seeds 0 1 2]
-                             [--brief] [--show]
+    python benchmarks/tta.py [--work DIR] [--images 200] [--seeds 0 1 2] [--brief] [--show]
 
-Every task is the target once, with its own vector left out of the pool. A method sees the first
+Every task is the target once, with the built-in vectors of all others. A method sees the first
 images of the test split without labels, adapts to them, and is scored on the same images, as the
 paper does; what it keeps is decided by its own guard, never by a label. Prints markdown tables.
 Rows that are finished are kept in DIR, so that a run that was stopped goes on. A row takes some 3 s
@@ -70,14 +69,14 @@ class Row:
     decision: str
 
 
-def score(job: Job, work: Path, vectors: Path) -> Row:
+def score(job: Job, work: Path) -> Row:
     """Adapt, and look at the labels only then."""
     folder = work / "images" / f"{job.task}-{job.condition.replace(' ', '')}-{job.images}"
     write_task(folder, job.task, SPLIT, job.condition, job.images)
     flags = {"model": "builtin:tiny", "seed": job.seed, **METHODS[job.method]}
     if job.method != "layernorm":
         others = [task for task in TARGETS if task != job.task]
-        flags["vectors"] = [str(vectors / f"{task}.safetensors") for task in others]
+        flags["vectors"] = [f"builtin:{task}" for task in others]
     command = Adapting()
     recipe = plan_recipe(command, [str(folder)], flags)
     inputs = resolve(command, recipe, Wishes(device="cpu", threads=1))
@@ -116,17 +115,22 @@ def jobs_of(seeds: list[int], images: int, brief: bool) -> list[Job]:
     def rank(job: Job) -> int:
         if job.condition == "clean" and (job.method in MAIN or job.seed == seeds[0]):
             return 0
-        return 1 if job.method in MAIN else 2
+        return 1 if one_seed(job.condition, seeds.index(job.seed) + 1) else 2
 
     return sorted(jobs, key=rank)
 
 
 def is_brief(condition: str, method: str, number: int) -> bool:
     """Whether a condition is worked out with the seed of a number in a brief run."""
-    return condition == "clean" or method in MAIN or condition.endswith(f" {number}")
+    return method in MAIN or one_seed(condition, number)
 
 
-def results(jobs: Iterable[Job], work: Path, vectors: Path, known_only: bool) -> list[Row]:
+def one_seed(condition: str, number: int) -> bool:
+    """Whether a seed is the one of a condition's strength; clean images have all of them."""
+    return condition == "clean" or condition.endswith(f" {number}")
+
+
+def results(jobs: Iterable[Job], work: Path, known_only: bool) -> list[Row]:
     """The rows of all jobs; those that were finished before are not worked out again."""
     path = work / "tta.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -138,7 +142,7 @@ def results(jobs: Iterable[Job], work: Path, vectors: Path, known_only: bool) ->
             if row is None and known_only:
                 continue
             if row is None:
-                row = score(job, work, vectors)
+                row = score(job, work)
                 file.write(json.dumps(asdict(row)) + "\n")
                 file.flush()
                 print(row, file=sys.stderr, flush=True)
@@ -199,7 +203,6 @@ def show_losses(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("tta_work"))
-    parser.add_argument("--vectors", type=Path, help="made in DIR if they are not given")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--brief", action="store_true", help="fewer seeds, see above")
@@ -207,11 +210,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    if options.vectors is None and not options.show:
-        few_shot.make_vectors(options.work)
-        options.vectors = few_shot.vector_file(options.work, TARGETS[0], "fp32").parent
     jobs = jobs_of(options.seeds, options.images, options.brief)
-    rows = results(jobs, options.work, options.vectors, options.show)
+    rows = results(jobs, options.work, options.show)
     show(chosen(rows, condition="clean"), "clean images")
     show([row for row in rows if row.condition != "clean"], "images made worse")
     show_conditions(rows)
