@@ -233,7 +233,7 @@ def test_what_depends_on_norms_agrees_to_rounding(case: Case, chosen: str, their
     wanted = theirs[key_of(case, chosen)]
     found = ours(case, chosen)
     assert found.shape == wanted.shape
-    if "bfloat16" in chosen and case.method not in ("slerp", "karcher"):
+    if "bfloat16" in chosen and case.method not in ("slerp", "karcher", "model_stock"):
         assert torch.equal(bits_of(found), bits_of(wanted))
     if apart(found, wanted) >= LIMIT[wanted.dtype]:
         exact = ours(case, chosen, torch.float64)
@@ -246,6 +246,18 @@ def test_the_karcher_mean_of_short_numbers_is_nearer_to_the_exact_one(chosen: st
     case = Case("karcher", {}, base=False)
     exact = ours(case, chosen, torch.float64)
     assert apart(exact, ours(case, chosen)) < 0.7 * apart(exact, theirs[key_of(case, chosen)])
+
+
+@pytest.mark.parametrize("chosen", [chosen for chosen in SETS if "float32" not in chosen])
+@pytest.mark.parametrize("models", [3, 4])
+def test_model_stock_of_short_numbers_is_rounded_once_and_nearer_to_the_exact_one(
+    models: int, chosen: str, theirs
+):
+    case = Case("model_stock", {}, models)
+    exact = ours(case, chosen, torch.float64)
+    rounding = apart(exact, exact.to(DTYPES[chosen.split("-")[1]]))
+    assert apart(exact, ours(case, chosen)) < 1.01 * rounding
+    assert apart(exact, theirs[key_of(case, chosen)]) > rounding
 
 
 FREE = [Case("dare_linear", {"weight": [1.0], "density": [0.3], "rescale": False}, 1)] + [

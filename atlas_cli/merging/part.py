@@ -40,7 +40,7 @@ class Part:
             self.done = self._resume(identity, files)
             for name, length in files.items():
                 self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
-                os.ftruncate(self._files[name], length)
+                _reserve(self._files[name], length)
         except OSError:
             self.abandon()
             raise
@@ -133,3 +133,10 @@ def check_space(target: Path, wanted: int) -> None:
         raise AtlasError(
             f"{target}: needs {wanted / 1e6:,.0f} MB of disk, and {free / 1e6:,.0f} MB are free"
         )
+
+
+def _reserve(file: int, length: int) -> None:
+    """Have the room of a file at once, which also makes writing it cheaper."""
+    if length and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, length)
+    os.ftruncate(file, length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from atlas_cli.core.methods.sparsify import (
     scales_by_norm,
     sparsify_,
 )
-from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces
+from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces, sum_of, weights_of
 
 _TINY = 1e-8  # a sum of weights that nothing is divided by
 
@@ -64,7 +63,7 @@ class Family:
         """
         assert tile.base is not None
         deltas = self._deltas(tile, found)
-        weights = _weights(values, tile.base.dtype)
+        weights = weights_of(values, tile.base.dtype)
         normalize = values.merge["normalize"]
         if self.elects:
             merged = merge_elected(list(deltas), weights, _rules(values, found), normalize)
@@ -90,7 +89,7 @@ class Family:
         for piece in all_pieces(tiles):
             deltas = list(self._deltas(piece, found))
             if values.merge.get("weigh", "before") == "before":
-                deltas = list(weigh_(deltas, _weights(values, deltas[0].dtype)))
+                deltas = list(weigh_(deltas, weights_of(values, deltas[0].dtype)))
             rules = _rules(values, found)
             up = elected_signs(deltas, rules).count_nonzero()
             down = elected_signs([-delta for delta in deltas], rules).count_nonzero()
@@ -98,19 +97,9 @@ class Family:
         return 1 if balance > 0 else -1
 
 
-def _weights(values: Values, dtype: torch.dtype) -> list[float]:
-    """The weights, rounded as the tensors are."""
-    return list(_rounded(tuple(own["weight"] for own in values.models), dtype))
-
-
-@lru_cache(maxsize=64)  # the same for every piece of a tensor
-def _rounded(weights: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
-    return tuple(torch.tensor(weights, dtype=dtype).tolist())
-
-
-def _divisor(weights: list[float], dtype: torch.dtype) -> float:
+def _divisor(weights: tuple[float, ...], dtype: torch.dtype) -> float:
     """sum_t w_t, but one if that is next to nothing."""
-    divisor = float(torch.tensor(weights, dtype=dtype).sum())
+    divisor = sum_of(weights, dtype)
     return 1.0 if abs(divisor) < _TINY else divisor
 
 

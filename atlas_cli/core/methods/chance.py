@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-_BLOCK = 1 << 16  # elements that share a generator
 LEVELS = 1 << 15  # a draw has 15 bits, and one more that is independent of them
+_DRAWS = 4  # in a word of the generator
 
 
 @dataclass(frozen=True)
@@ -19,31 +20,26 @@ class Dice:
     name: str
     model: int
 
-    def generator(self, block: int) -> torch.Generator:
-        """The generator of a block of elements."""
-        text = f"{self.seed}/{self.model}/{block}/{self.name}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    def words(self, start: int, count: int) -> np.ndarray:
+        """`count` words of 64 random bits, from the word `start` of an endless row on."""
+        text = f"{self.seed}/{self.model}/{self.name}"
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        generator = np.random.PCG64(int.from_bytes(digest, "little"))
+        found: np.ndarray = generator.advance(start).random_raw(count)
+        return found.astype("<u8", copy=False)
 
 
 def draw(dice: Dice, start: int, count: int) -> torch.Tensor:
     """16 random bits for each of `count` elements from position `start` on, as int16."""
-    result = torch.empty(count, dtype=torch.int16)
-    done = 0
-    while done < count:
-        block, skipped = divmod(start + done, _BLOCK)
-        some = min(_BLOCK - skipped, count - done)
-        words = torch.empty(-(-(skipped + some) // 4), dtype=torch.int64)
-        words.random_(-(1 << 63), None, generator=dice.generator(block))
-        result[done : done + some] = words.view(torch.int16)[skipped : skipped + some]
-        done += some
-    return result
+    word, skipped = divmod(start + _DRAWS, _DRAWS)
+    words = dice.words(word, -(-(skipped + count) // _DRAWS))
+    return torch.from_numpy(words.view(np.int16))[skipped : skipped + count]
 
 
 def offset(dice: Dice) -> float:
-    """A number in [0, 1) for the whole tensor.
+    """A number in [0, 1) for the whole tensor: the first word, which no element has.
 
     A draw r of 15 bits stands for u = (r + offset) / LEVELS. The offset makes the probability of
     u < p exactly p for every element, whatever p is.
     """
-    return float(torch.rand((), generator=dice.generator(-1), dtype=torch.float64))
+    return int(dice.words(0, 1)[0] >> np.uint64(11)) / (1 << 53)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ def silence_(delta: torch.Tensor, signs: torch.Tensor) -> None:
 
 
 def merge_elected(
-    deltas: list[torch.Tensor], weights: list[float], rules: Rules, normalize: bool
+    deltas: list[torch.Tensor], weights: Sequence[float], rules: Rules, normalize: bool
 ) -> torch.Tensor:
     """sum of w_t d_t / sum of w_t over the models t whose sign is the elected one.
 
@@ -58,13 +58,13 @@ def merge_elected(
     return merged.div_(divisor if rules.least is None else divisor.clamp_(min=rules.least))
 
 
-def weigh_(deltas: Iterable[torch.Tensor], weights: list[float]) -> Iterator[torch.Tensor]:
+def weigh_(deltas: Iterable[torch.Tensor], weights: Sequence[float]) -> Iterator[torch.Tensor]:
     """w_t d_t, in place, one after another."""
     for delta, weight in zip(deltas, weights, strict=True):
         yield delta if weight == 1 else delta.mul_(weight)
 
 
-def _shares(deltas: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+def _shares(deltas: list[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """sum of w_t over the models t that are not zero (a zero has no sign); one if that is zero."""
     dtype = deltas[0].dtype
     terms = [where_(nonzero(d), w, dtype) for d, w in zip(deltas, weights, strict=True)]

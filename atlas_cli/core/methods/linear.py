@@ -8,17 +8,23 @@ import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.sparsify import delta_of
-from atlas_cli.core.methods.tiling import by_pieces, square, sum_over, wide
+from atlas_cli.core.methods.tiling import (
+    by_pieces,
+    square,
+    sum_of,
+    sum_over,
+    weighted_sum,
+    weights_of,
+    wide,
+)
 
 
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
-    first = tile.models[0]
-    weights = torch.tensor([own["weight"] for own in values.models], dtype=wide(first.dtype))
-    merged = torch.zeros_like(first, dtype=wide(first.dtype))
-    for model, weight in zip(tile.models, weights.tolist(), strict=True):
-        merged.add_(model, alpha=weight)
-    if values.merge["normalize"] and (divisor := float(weights.sum())) != 1:
+    work = wide(tile.models[0].dtype)
+    weights = weights_of(values, work)
+    merged = weighted_sum(tile.models, weights)
+    if values.merge["normalize"] and (divisor := sum_of(weights, work)) != 1:
         merged.div_(divisor)
     return merged
 

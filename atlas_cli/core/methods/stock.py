@@ -8,8 +8,7 @@ from itertools import combinations
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
-from atlas_cli.core.methods.sparsify import delta_of
-from atlas_cli.core.methods.tiling import by_pieces, rounded, square, sum_over
+from atlas_cli.core.methods.tiling import by_pieces, sum_over, weighted_sum, wide
 
 _TINY = 1e-6  # a divisor that is too small
 
@@ -21,14 +20,22 @@ def survey_stock(tiles: Tiles, values: Values) -> torch.Tensor | None:
         return None
     dtype, count = first.models[0].dtype, len(values.models)
     sums = sum_over(tiles, _products)
-    return ratio(*(list(rounded(x, dtype)) for x in (sums[:count].sqrt(), sums[count:])))
+    return ratio(list(sums[:count].sqrt()), list(sums[count:])).to(wide(dtype))
 
 
 def _products(tile: Tile) -> Iterator[torch.Tensor]:
-    """tau_t^2 of every model, then tau_s tau_t of every pair, element by element."""
-    deltas = [delta_of(tile, model) for model in range(len(tile.models))]
-    yield from map(square, deltas)
+    """tau_t^2 of every model, then tau_s tau_t of every pair, element by element, in float32."""
+    deltas = _deltas(tile)
+    yield from (delta * delta for delta in deltas)
     yield from (one * other for one, other in combinations(deltas, 2))
+
+
+def _deltas(tile: Tile) -> list[torch.Tensor]:
+    """theta_t - theta_0 of every model, in float32."""
+    assert tile.base is not None
+    work = wide(tile.base.dtype)
+    base = tile.base.to(work)
+    return [model.to(work) - base for model in tile.models]
 
 
 def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -46,25 +53,22 @@ def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> to
 
 def _row_ratios(tile: Tile) -> torch.Tensor:
     """The ratio of each vector along the last dimension."""
-    deltas = [delta_of(tile, model) for model in range(len(tile.models))]
+    deltas = _deltas(tile)
     norms = [torch.linalg.vector_norm(delta, dim=-1) for delta in deltas]
     products = [(one * other).sum(-1) for one, other in combinations(deltas, 2)]
     return ratio(norms, products)[..., None]
 
 
 def model_stock(tile: Tile, values: Values, found: torch.Tensor | None) -> torch.Tensor:
-    """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c).
+    """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c), in float32.
 
     c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
     """
     assert tile.base is not None
     t = _row_ratios(tile) if found is None else found
-    average = tile.models[0] + tile.models[1]
-    for model in tile.models[2:]:
-        average += model
-    average /= len(tile.models)
-    average *= t
-    return average.add_((1 - t) * tile.base)
+    count = len(tile.models)
+    average = weighted_sum(tile.models, [1 / count] * count)
+    return tile.base.to(average.dtype).lerp(average, t)
 
 
 METHODS = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -95,6 +95,31 @@ def square(values: torch.Tensor) -> torch.Tensor:
 def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float64 statistic as one call over the whole tensor gives it: float32, then `dtype`."""
     return value.to(wide(dtype)).to(dtype)
+
+
+def weights_of(values: Values, dtype: torch.dtype) -> tuple[float, ...]:
+    """The weight of every model, rounded to a dtype."""
+    return _rounded(tuple(own["weight"] for own in values.models), dtype)
+
+
+@lru_cache(maxsize=64)  # the same for every piece of a tensor
+def _rounded(weights: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    return tuple(torch.tensor(weights, dtype=dtype).tolist())
+
+
+@lru_cache(maxsize=64)
+def sum_of(weights: tuple[float, ...], dtype: torch.dtype) -> float:
+    """sum_t w_t, in a dtype."""
+    return float(torch.tensor(weights, dtype=dtype).sum())
+
+
+def weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """w_1 x_1 + ... + w_n x_n, kept in float32, from left to right."""
+    work = wide(terms[0].dtype)
+    result = terms[0].to(work, copy=True).mul_(weights[0])
+    for term, weight in zip(terms[1:], weights[1:], strict=True):
+        result.add_(term.to(work), alpha=weight)
+    return result
 
 
 def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:
