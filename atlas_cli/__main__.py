@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from types import FrameType
 
 _INTERRUPTED = 130
 _SOON, _AGAIN = 0.05, 2.0  # seconds
+_OBJECTS = 20_000  # before garbage is looked for: imports make many objects and little garbage
 _IMPORT = "<frozen importlib._bootstrap>"
 _interrupts: list[int] = []
 
@@ -42,6 +44,7 @@ def run() -> None:
     An interrupt may surface as another exception when it hits the import of a C extension; it
     is an interrupt all the same.
     """
+    gc.set_threshold(_OBJECTS)
     try:
         signal.signal(signal.SIGINT, _interrupt)
         from atlas_cli.commands.app import main

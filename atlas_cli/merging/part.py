@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -136,7 +137,11 @@ def check_space(target: Path, wanted: int) -> None:
 
 
 def _reserve(file: int, length: int) -> None:
-    """Have the room of a file at once, which also makes writing it cheaper."""
-    if length and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, length)
+    """Have the room of a file at once where the file system can, which makes writing it cheaper."""
+    try:
+        if length and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, length)
+    except OSError as problem:
+        if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
     os.ftruncate(file, length)

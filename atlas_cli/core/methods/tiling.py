@@ -12,7 +12,7 @@ import torch
 
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 
-PIECE = 1 << 17  # elements: a few arrays of them stay in the caches of a core
+PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Python
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 
