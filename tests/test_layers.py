@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "merge_checks": ({"errors", "learned_checks", "method_table", "settings", "sources"}, set()),
     "merge_recipe": ({"errors", "merge_checks", "method_table", "recipe"}, set()),
     "merge_schema": ({"merge_checks", "method_table"}, set()),
-    "core": ({"core", "errors"}, {"torch", "xxhash"}),
+    "core": ({"core", "errors"}, {"torch", "numpy", "xxhash"}),
     "tensors": (set(), {"torch"}),
     "vision": (set(), {"torch"}),
     "hub": ({"errors"}, {"huggingface_hub"}),
