@@ -1,4 +1,4 @@
-"""Tiles in pieces that a cache holds, and sums that do not depend on how a tensor was cut."""
+"""Tiles in pieces of bounded size, and sums that do not depend on how a tensor was cut."""
 
 from __future__ import annotations
 
