@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core import kernels
 from atlas_cli.core.methods.bands import LARGEST, MIDDLE
 from atlas_cli.core.methods.dropping import AT_RANDOM, BY_RANK
 from atlas_cli.core.methods.election import Rules, elected_signs, merge_elected, weigh_
@@ -62,6 +63,8 @@ class Family:
         Sums over models are kept in float32. Only where `normalize` is set is there a divisor.
         """
         assert tile.base is not None
+        if not self.elects and self.sparsifier is None:
+            return _add_differences(tile, tile.base, values)
         deltas = self._deltas(tile, found)
         weights = weights_of(values, tile.base.dtype)
         normalize = values.merge["normalize"]
@@ -95,6 +98,21 @@ class Family:
             down = elected_signs([-delta for delta in deltas], rules).count_nonzero()
             balance += int(down) - int(up)
         return 1 if balance > 0 else -1
+
+
+def _add_differences(tile: Tile, base: torch.Tensor, values: Values) -> torch.Tensor:
+    """As Family.apply, where all of every task vector is heard."""
+    weights = weights_of(values, base.dtype)
+    divisor = _divisor(weights, base.dtype) if values.merge["normalize"] else 1.0
+    scale = values.merge["lambda"]
+    if kernels.ready((base, *tile.models)):
+        return kernels.add_differences(base, tile.models, weights, divisor, scale)
+    merged = add_up(weigh_((delta_of(tile, i) for i in range(len(weights))), weights))
+    if divisor != 1:
+        merged /= divisor
+    if scale != 1:
+        merged *= scale
+    return torch.add(base, merged, out=merged)
 
 
 def _divisor(weights: tuple[float, ...], dtype: torch.dtype) -> float:

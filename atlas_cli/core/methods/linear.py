@@ -23,10 +23,9 @@ def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
     work = wide(tile.models[0].dtype)
     weights = weights_of(values, work)
-    merged = weighted_sum(tile.models, weights)
-    if values.merge["normalize"] and (divisor := sum_of(weights, work)) != 1:
-        merged.div_(divisor)
-    return merged
+    return weighted_sum(
+        tile.models, weights, sum_of(weights, work) if values.merge["normalize"] else 1.0
+    )
 
 
 def passthrough(tile: Tile, values: Values, found: Any) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
@@ -11,9 +9,10 @@ from atlas_cli.core.methods.tiling import (
     all_pieces,
     by_pieces,
     exact,
+    inner_products,
     rounded,
-    sum_over,
     total,
+    weighted_sum,
     wide,
 )
 
@@ -23,10 +22,10 @@ _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
 
 def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     """sin((1 - t) a) / sin(a) and sin(t a) / sin(a), a the angle between the flat tensors."""
-    sums = sum_over(tiles, _products)
-    sizes = sums[1:].sqrt()
+    found = inner_products(tiles, _both)
+    sizes = found.diagonal().sqrt()
     sizes[sizes <= _EPS] = 1.0
-    cosine = (sums[0] / sizes.prod()).clamp(-1, 1)
+    cosine = (found[0, 1] / sizes.prod()).clamp(-1, 1)
     t = float(values.merge["t"])
     if cosine.abs() > _PARALLEL:
         return 1 - t, t
@@ -35,14 +34,9 @@ def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _products(tile: Tile) -> Iterator[torch.Tensor]:
-    """theta_0 theta_1, theta_0^2 and theta_1^2, element by element."""
+def _both(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     assert tile.base is not None
-    work = wide(tile.base.dtype)
-    base, model = tile.base.to(work), tile.models[0].to(work)
-    yield base * model
-    yield base.square()
-    yield model.square()
+    return tile.base, tile.models[0]
 
 
 def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tensor:
@@ -50,10 +44,7 @@ def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tenso
 
     (1 - t) theta_0 + t theta_1 if the two are parallel.
     """
-    assert tile.base is not None
-    work = wide(tile.base.dtype)
-    merged = tile.base.to(work, copy=True).mul_(found[0])
-    return merged.add_(tile.models[0].to(work, copy=True).mul_(found[1]))
+    return weighted_sum(_both(tile), found)
 
 
 # nuslerp: in the dtype of the tensors throughout ------------------------------------------------

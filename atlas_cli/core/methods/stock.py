@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
-from atlas_cli.core.methods.tiling import by_pieces, sum_over, weighted_sum, wide
+from atlas_cli.core.methods.tiling import by_pieces, inner_products, weighted_sum, wide
 
 _TINY = 1e-6  # a divisor that is too small
 
 
-def survey_stock(tiles: Tiles, values: Values) -> torch.Tensor | None:
+def survey_stock(tiles: Tiles, values: Values) -> float | None:
     """The ratio t for the whole tensor; None if every row has its own."""
     first = next(tiles())
     if values.merge["filter_wise"] and len(first.shape) > 1:
         return None
-    dtype, count = first.models[0].dtype, len(values.models)
-    sums = sum_over(tiles, _products)
-    return ratio(list(sums[:count].sqrt()), list(sums[count:])).to(wide(dtype))
-
-
-def _products(tile: Tile) -> Iterator[torch.Tensor]:
-    """tau_t^2 of every model, then tau_s tau_t of every pair, element by element, in float32."""
-    deltas = _deltas(tile)
-    yield from (delta * delta for delta in deltas)
-    yield from (one * other for one, other in combinations(deltas, 2))
+    count = len(values.models)
+    found = inner_products(tiles, lambda tile: tile.models, from_base=True)
+    pairs = [found[s, t] for s, t in combinations(range(count), 2)]
+    return float(ratio(list(found.diagonal().sqrt()), pairs))
 
 
 def _deltas(tile: Tile) -> list[torch.Tensor]:
@@ -51,24 +45,25 @@ def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> to
     return torch.where(endless, 0, (count * cosine) / torch.where(endless, 1, divisor))
 
 
-def _row_ratios(tile: Tile) -> torch.Tensor:
+def _row_ratios(deltas: Sequence[torch.Tensor]) -> torch.Tensor:
     """The ratio of each vector along the last dimension."""
-    deltas = _deltas(tile)
     norms = [torch.linalg.vector_norm(delta, dim=-1) for delta in deltas]
     products = [(one * other).sum(-1) for one, other in combinations(deltas, 2)]
     return ratio(norms, products)[..., None]
 
 
-def model_stock(tile: Tile, values: Values, found: torch.Tensor | None) -> torch.Tensor:
+def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor:
     """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c), in float32.
 
     c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
     """
     assert tile.base is not None
-    t = _row_ratios(tile) if found is None else found
     count = len(tile.models)
-    average = weighted_sum(tile.models, [1 / count] * count)
-    return tile.base.to(average.dtype).lerp(average, t)
+    if found is not None:
+        return weighted_sum((tile.base, *tile.models), [1 - found, *[found / count] * count])
+    deltas = _deltas(tile)
+    average = torch.stack(deltas).mean(0)
+    return average.mul_(_row_ratios(deltas)).add_(tile.base)
 
 
 METHODS = (

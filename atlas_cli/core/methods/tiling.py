@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
 
+from atlas_cli.core import kernels
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 
 PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Python
@@ -48,6 +50,8 @@ def by_pieces(formula: Formula) -> Formula:
 
     @wraps(formula)
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+        if tile.models[0].numel() <= PIECE:
+            return formula(tile, values, found).to(tile.models[0].dtype)
         result = torch.empty_like(tile.models[0])
         flat, done = result.view(-1), 0
         for part in pieces(tile):
@@ -87,6 +91,37 @@ def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> t
     )
 
 
+def inner_products(
+    tiles: Tiles, terms: Callable[[Tile], Sequence[torch.Tensor]], *, from_base: bool = False
+) -> torch.Tensor:
+    """<x_s, x_t> of all pairs of terms over the whole tensor, as a float64 matrix; one pass.
+
+    x are the terms, or with `from_base` their differences from the base, in float32.
+    """
+    sums = [
+        _products(terms(piece), piece.base if from_base else None) for piece in all_pieces(tiles)
+    ]
+    totals = [math.fsum(parts) for parts in zip(*sums, strict=True)]
+    count = round(math.sqrt(2 * len(totals) + 0.25) - 0.5)
+    found = torch.zeros(count, count, dtype=torch.float64)
+    for (s, t), total_of in zip(_pairs(count), totals, strict=True):
+        found[s, t] = found[t, s] = total_of
+    return found
+
+
+def _products(terms: Sequence[torch.Tensor], origin: torch.Tensor | None) -> list[float]:
+    """<x_s - origin, x_t - origin> for s <= t."""
+    if kernels.ready(terms if origin is None else (*terms, origin)):
+        return kernels.products(terms, origin)
+    work = wide(terms[0].dtype)
+    values = [term.to(work) if origin is None else term.to(work) - origin for term in terms]
+    return [total(values[s] * values[t]) for s, t in _pairs(len(values))]
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    return list(combinations_with_replacement(range(count), 2))
+
+
 def square(values: torch.Tensor) -> torch.Tensor:
     """values^2, in float32."""
     return values.to(wide(values.dtype)).square()
@@ -113,13 +148,19 @@ def sum_of(weights: tuple[float, ...], dtype: torch.dtype) -> float:
     return float(torch.tensor(weights, dtype=dtype).sum())
 
 
-def weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """w_1 x_1 + ... + w_n x_n, kept in float32, from left to right."""
+def weighted_sum(
+    terms: Sequence[torch.Tensor], weights: Sequence[float], divisor: float = 1.0
+) -> torch.Tensor:
+    """(w_1 x_1 + ... + w_n x_n) / divisor, kept in float32, from left to right, rounded once."""
+    if kernels.ready(terms):
+        return kernels.weighted_sum(terms, weights, divisor)
     work = wide(terms[0].dtype)
     result = terms[0].to(work, copy=True).mul_(weights[0])
     for term, weight in zip(terms[1:], weights[1:], strict=True):
         result.add_(term.to(work), alpha=weight)
-    return result
+    if divisor != 1:
+        result.div_(divisor)
+    return result.to(terms[0].dtype)
 
 
 def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:

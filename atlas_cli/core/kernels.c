@@ -1,0 +1,158 @@
+/* Sums over several models or task vectors in one pass, for numbers as they are stored.
+ *
+ * torch has no such loops: it widens every operand to a float32 tensor of its own first. Here a
+ * few elements at a time are widened, combined and rounded in registers.
+ * kernels.py calls these functions by their addresses; each has one form for every instruction
+ * set named below, from kernels.h, and the one that the processor can run is taken.
+ *
+ * Arithmetic is float32. Nothing is contracted into a fused operation except where fmaf is
+ * written, so that results are the same bits on every processor.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+enum { F32, BF16, F16, I8 };
+enum {
+    GROUP = 64,    /* elements that are kept in registers at a time */
+    SUMMED = 2048, /* products that are summed in float32: more would cost digits */
+    CHUNK = 2048,  /* elements of all vectors that are gone through before the next ones */
+    FEW = 4,       /* vectors that are read side by side: many would drive each other from caches */
+};
+
+/* A few vectors that are read side by side, and those whose lines are asked for meanwhile: the
+ * next ones, or after the last ones the first ones, `further` on. */
+struct pass {
+    int few;
+    const void *const *vectors;
+    const void *next[FEW];
+    ptrdiff_t further;
+};
+
+static inline struct pass pass_of(const void *const *vectors, int v, int count) {
+    struct pass pass = {count - v < FEW ? count - v : FEW, vectors + v, {0}, 0};
+    int next = v + FEW < count ? v + FEW : 0;
+    pass.further = next ? 0 : CHUNK;
+    for (int k = 0; k < FEW; k++) pass.next[k] = vectors[next + k < count ? next + k : next];
+    return pass;
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define NAME(name) name##_v4
+#define WIDE 16
+#define FMA(a, b, c) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define WORDS_OF_HALVES(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
+#define HALVES_OF_WORDS(words) _mm512_cvtepi32_epi16((__m512i)(words))
+#define FLOATS_OF_F16(halves) _mm512_cvtph_ps((__m256i)(halves))
+#define F16_OF_FLOATS(floats) _mm512_cvtps_ph((__m512)(floats), _MM_FROUND_TO_NEAREST_INT)
+#define FLOATS_OF_BYTES(bytes) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)(bytes)))
+#include "kernels.h"
+#undef TARGET
+#undef NAME
+#undef WIDE
+#undef FMA
+#undef WORDS_OF_HALVES
+#undef HALVES_OF_WORDS
+#undef FLOATS_OF_F16
+#undef F16_OF_FLOATS
+#undef FLOATS_OF_BYTES
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NAME(name) name##_v3
+#define WIDE 8
+#define FMA(a, b, c) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#define WORDS_OF_HALVES(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
+#define HALVES_OF_WORDS(words)                                              \
+    _mm_packus_epi32(_mm256_castsi256_si128((__m256i)(words)),              \
+                     _mm256_extracti128_si256((__m256i)(words), 1))
+#define FLOATS_OF_F16(halves) _mm256_cvtph_ps((__m128i)(halves))
+#define F16_OF_FLOATS(floats) _mm256_cvtps_ph((__m256)(floats), _MM_FROUND_TO_NEAREST_INT)
+#define FLOATS_OF_BYTES(bytes) \
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (long long)(bytes))))
+#include "kernels.h"
+
+static int level(void) {
+    static int found = -1;
+    if (found < 0) {
+        __builtin_cpu_init();
+        found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c")
+                    ? 3
+                    : 0;
+        if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            found = 4;
+    }
+    return found;
+}
+#define RUN(name, ...) (level() == 4 ? name##_v4(__VA_ARGS__) : name##_v3(__VA_ARGS__))
+
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+#define TARGET
+#define NAME(name) name##_v3
+#define WIDE 4
+#define FMA(a, b, c) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#define WORDS_OF_HALVES(halves) vmovl_u16((uint16x4_t)(halves))
+#define HALVES_OF_WORDS(words) vmovn_u32((uint32x4_t)(words))
+#define FLOATS_OF_F16(halves) vcvt_f32_f16((float16x4_t)(halves))
+#define F16_OF_FLOATS(floats) vcvt_f16_f32((float32x4_t)(floats))
+#define FLOATS_OF_BYTES(bytes) \
+    vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)(bytes))))))
+#include "kernels.h"
+
+static int level(void) { return 3; }
+#define RUN(name, ...) name##_v3(__VA_ARGS__)
+
+#else
+#error "no form for this processor; atlas does without"
+#endif
+
+/* 0 if this processor lacks what the functions below need. */
+EXPORT int atlas_level(void) { return level(); }
+
+EXPORT void atlas_weighted_sum(int type, const void *const *terms, const float *weights, int count,
+                               float divisor, void *out, ptrdiff_t size) {
+    RUN(weighted_sum, type, terms, weights, count, divisor, out, size);
+}
+
+EXPORT void atlas_add_differences(int type, const void *base, const void *const *models,
+                                  const float *weights, int count, float divisor, float scale,
+                                  void *out, ptrdiff_t size) {
+    RUN(add_differences, type, base, models, weights, count, divisor, scale, out, size);
+}
+
+EXPORT void atlas_products(int type, const void *origin, const void *const *terms, int count,
+                           ptrdiff_t rows, ptrdiff_t width, float *room, double *sums) {
+    RUN(products, type, origin, terms, count, rows, width, room, sums);
+}
+
+EXPORT void atlas_add_vectors(int type, const void *const *vectors, const float *weights, int count,
+                              const float *onto, float *out, ptrdiff_t rows, ptrdiff_t width) {
+    RUN(add_vectors, type, vectors, weights, count, onto, out, rows, width);
+}
+
+EXPORT void atlas_dot_vectors(int type, const void *const *vectors, const float *scales, int count,
+                              const float *gradient, double *sums, ptrdiff_t rows,
+                              ptrdiff_t width) {
+    RUN(dot_vectors, type, vectors, scales, count, gradient, sums, rows, width);
+}
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, NULL,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

@@ -1,0 +1,338 @@
+/* The loops of kernels.c for one instruction set: TARGET, with registers of WIDE float32 and FMA.
+ * Names are made by NAME. Elements are taken GROUP at a time, in PARTS registers; at the end of a
+ * row one register at a time, of which the last holds only as many as are left. */
+
+#define INLINE TARGET static inline __attribute__((always_inline))
+#define PARTS (GROUP / WIDE)
+#define floats NAME(floats_)
+#define words NAME(words_)
+#define halves NAME(halves_)
+#define bytes NAME(bytes_)
+
+typedef float floats __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t words __attribute__((vector_size(4 * WIDE)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDE)));
+typedef int8_t bytes __attribute__((vector_size(WIDE)));
+
+/* `left` elements from i on, widened; zeros beyond. */
+INLINE floats NAME(load)(int type, const void *values, ptrdiff_t i, size_t left) {
+    if (type == BF16 || type == F16) {
+        halves stored = {0};
+        memcpy(&stored, (const uint16_t *)values + i, 2 * left);
+        if (type == F16) return (floats)FLOATS_OF_F16(stored);
+        return (floats)((words)WORDS_OF_HALVES(stored) << 16);
+    }
+    if (type == I8) {
+        bytes stored = {0};
+        memcpy(&stored, (const int8_t *)values + i, left);
+        return (floats)FLOATS_OF_BYTES(stored);
+    }
+    floats stored = {0};
+    memcpy(&stored, (const float *)values + i, 4 * left);
+    return stored;
+}
+
+/* The bits of a bfloat16, to the nearest, ties to even; what is not a number stays so. */
+INLINE words NAME(shorten)(floats value) {
+    words bits = (words)value;
+    words near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words odd = (words)((bits & 0x7fffffff) > 0x7f800000);
+    return (near & ~odd) | (odd & 0x7fc0);
+}
+
+/* To the type and back. What is not a number must come from bfloat16: its last bits are zero. */
+INLINE floats NAME(rounded)(int type, floats value) {
+    words bits = (words)value;
+    if (type == BF16) return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
+    return type == F16 ? (floats)FLOATS_OF_F16(F16_OF_FLOATS(value)) : value;
+}
+
+INLINE void NAME(store)(int type, void *values, ptrdiff_t i, floats value, size_t left) {
+    if (type == F32) {
+        memcpy((float *)values + i, &value, 4 * left);
+        return;
+    }
+    halves stored = type == F16 ? (halves)F16_OF_FLOATS(value)
+                                : (halves)HALVES_OF_WORDS(NAME(shorten)(value));
+    memcpy((uint16_t *)values + i, &stored, 2 * left);
+}
+
+INLINE floats NAME(all)(float value) { return value - (floats){0}; }
+
+INLINE double NAME(total)(floats lanes) {
+    double sum = 0;
+    for (int lane = 0; lane < WIDE; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* `call` for all elements in [first, last): `parts` registers of `left` elements each, at i. */
+#define EACH(first, last, call)                                            \
+    do {                                                                   \
+        ptrdiff_t i = (first);                                             \
+        const ptrdiff_t end = (last);                                      \
+        for (; i + GROUP <= end; i += GROUP) {                             \
+            enum { parts = PARTS, left = WIDE };                           \
+            call;                                                          \
+        }                                                                  \
+        enum { parts = 1 };                                                \
+        for (; i + WIDE <= end; i += WIDE) {                               \
+            enum { left = WIDE };                                          \
+            call;                                                          \
+        }                                                                  \
+        const size_t left = (size_t)(end - i);                             \
+        if (left) call;                                                    \
+    } while (0)
+
+/* out = (w_1 x_1 + ... + w_n x_n) / divisor, from left to right, rounded once. */
+INLINE void NAME(weighted_sum_at)(int type, const void *const *terms, const float *weights,
+                                  int count, float divisor, void *out, ptrdiff_t i, int parts,
+                                  size_t left) {
+    floats sum[PARTS];
+    for (int p = 0; p < parts; p++)
+        sum[p] = weights[0] * NAME(load)(type, terms[0], i + p * WIDE, left);
+    for (int t = 1; t < count; t++)
+        for (int p = 0; p < parts; p++) {
+            floats value = NAME(load)(type, terms[t], i + p * WIDE, left);
+            sum[p] = (floats)FMA(NAME(all)(weights[t]), value, sum[p]);
+        }
+    for (int p = 0; p < parts; p++)
+        NAME(store)(type, out, i + p * WIDE, divisor == 1 ? sum[p] : sum[p] / divisor, left);
+}
+
+TARGET static void NAME(weighted_sum)(int type, const void *const *terms, const float *weights,
+                                      int count, float divisor, void *out, ptrdiff_t size) {
+#define CALL(type) NAME(weighted_sum_at)(type, terms, weights, count, divisor, out, i, parts, left)
+    if (type == BF16)
+        EACH(0, size, CALL(BF16));
+    else if (type == F16)
+        EACH(0, size, CALL(F16));
+    else
+        EACH(0, size, CALL(F32));
+#undef CALL
+}
+
+/* w (x - origin), both steps rounded to the type. */
+INLINE floats NAME(difference)(int type, const void *values, ptrdiff_t i, size_t left,
+                               floats origin, float weight) {
+    floats delta = NAME(rounded)(type, NAME(load)(type, values, i, left) - origin);
+    return NAME(rounded)(type, delta * weight);
+}
+
+/* out = base + scale * (sum of w_t (x_t - base)) / divisor. Every step is rounded to the type but
+ * the sum over t, which is rounded once. */
+INLINE void NAME(add_differences_at)(int type, const void *base, const void *const *models,
+                                     const float *weights, int count, float divisor, float scale,
+                                     void *out, ptrdiff_t i, int parts, size_t left) {
+    floats origin[PARTS], sum[PARTS];
+    for (int p = 0; p < parts; p++) {
+        origin[p] = NAME(load)(type, base, i + p * WIDE, left);
+        sum[p] = NAME(difference)(type, models[0], i + p * WIDE, left, origin[p], weights[0]);
+    }
+    for (int t = 1; t < count; t++)
+        for (int p = 0; p < parts; p++)
+            sum[p] += NAME(difference)(type, models[t], i + p * WIDE, left, origin[p], weights[t]);
+    for (int p = 0; p < parts; p++) {
+        floats merged = NAME(rounded)(type, sum[p]);
+        if (divisor != 1) merged = NAME(rounded)(type, merged / divisor);
+        if (scale != 1) merged = NAME(rounded)(type, merged * scale);
+        NAME(store)(type, out, i + p * WIDE, origin[p] + merged, left);
+    }
+}
+
+TARGET static void NAME(add_differences)(int type, const void *base, const void *const *models,
+                                         const float *weights, int count, float divisor,
+                                         float scale, void *out, ptrdiff_t size) {
+#define CALL(type)                                                                             \
+    NAME(add_differences_at)(type, base, models, weights, count, divisor, scale, out, i, parts, left)
+    if (type == BF16)
+        EACH(0, size, CALL(BF16));
+    else if (type == F16)
+        EACH(0, size, CALL(F16));
+    else
+        EACH(0, size, CALL(F32));
+#undef CALL
+}
+
+/* to = x - origin, in float32; `first` is where x and origin begin. */
+INLINE void NAME(widen_at)(int type, const void *values, const void *origin, ptrdiff_t first,
+                           float *to, ptrdiff_t i, int parts, size_t left) {
+    for (int p = 0; p < parts; p++) {
+        floats value = NAME(load)(type, values, first + i + p * WIDE, left);
+        if (origin) value -= NAME(load)(type, origin, first + i + p * WIDE, left);
+        NAME(store)(F32, to, i + p * WIDE, value, left);
+    }
+}
+
+INLINE void NAME(dot_at)(const float *one, const float *other, floats *sum, ptrdiff_t i, int parts,
+                         size_t left) {
+    for (int p = 0; p < parts; p++)
+        sum[p] += NAME(load)(F32, one, i + p * WIDE, left) *
+                  NAME(load)(F32, other, i + p * WIDE, left);
+}
+
+/* <one, other> of at most SUMMED elements: lanes in float32, their sum in float64. */
+INLINE double NAME(dot)(const float *one, const float *other, ptrdiff_t size) {
+    floats sum[PARTS] = {{0}};
+    EACH(0, size, NAME(dot_at)(one, other, sum, i, parts, left));
+    double found = 0;
+    for (int p = 0; p < PARTS; p++) found += NAME(total)(sum[p]);
+    return found;
+}
+
+/* sums[s, t] += <x_s - origin, x_t - origin> for s <= t; `room` has count * SUMMED floats. */
+TARGET static void NAME(products)(int type, const void *origin, const void *const *terms,
+                                  int count, ptrdiff_t rows, ptrdiff_t width, float *room,
+                                  double *sums) {
+    for (ptrdiff_t row = 0; row < rows; row++)
+        for (ptrdiff_t begin = 0; begin < width; begin += SUMMED) {
+            ptrdiff_t n = width - begin < SUMMED ? width - begin : SUMMED;
+            for (int t = 0; t < count; t++) {
+#define CALL(type)                                                                               \
+    NAME(widen_at)(type, terms[t], origin, row * width + begin, room + t * SUMMED, i, parts, left)
+                if (type == BF16)
+                    EACH(0, n, CALL(BF16));
+                else if (type == F16)
+                    EACH(0, n, CALL(F16));
+                else
+                    EACH(0, n, CALL(F32));
+#undef CALL
+            }
+            double *sum = sums;
+            for (int s = 0; s < count; s++)
+                for (int t = s; t < count; t++)
+                    *sum++ += NAME(dot)(room + s * SUMMED, room + t * SUMMED, n);
+        }
+}
+
+/* The line of a vector that another run of the loops below will need. */
+INLINE void NAME(ask)(int type, const void *values, ptrdiff_t i, int parts) {
+    int size = type == F32 ? 4 : type == I8 ? 1 : 2;
+    for (int byte = 0; byte < parts * WIDE * size; byte += 64)
+        __builtin_prefetch((const char *)values + i * size + byte, 0, 2);
+}
+
+/* to = from + sum over a few vectors of weight * T, at the elements i of the vectors; `from` and
+ * `to` begin with element `first`. The lines of `next` are asked for. */
+INLINE void NAME(add_few_at)(int type, int few, const void *const *vectors,
+                             const void *const *next, ptrdiff_t further, const float *weights,
+                             const float *from, float *to, ptrdiff_t first, ptrdiff_t i, int parts,
+                             size_t left) {
+    floats sum[PARTS];
+    for (int p = 0; p < parts; p++) sum[p] = NAME(load)(F32, from, i - first + p * WIDE, left);
+    for (int v = 0; v < few; v++) {
+        NAME(ask)(type, next[v], i + further, parts);
+        for (int p = 0; p < parts; p++) {
+            floats value = NAME(load)(type, vectors[v], i + p * WIDE, left);
+            sum[p] = (floats)FMA(NAME(all)(weights[v]), value, sum[p]);
+        }
+    }
+    for (int p = 0; p < parts; p++) NAME(store)(F32, to, i - first + p * WIDE, sum[p], left);
+}
+
+/* lanes[v] += T_v * gradient for a few vectors; each has PARTS registers of lanes. */
+INLINE void NAME(dot_few_at)(int type, int few, const void *const *vectors,
+                             const void *const *next, ptrdiff_t further, const float *gradient,
+                             floats *lanes, ptrdiff_t i, int parts, size_t left) {
+    for (int v = 0; v < few; v++) NAME(ask)(type, next[v], i + further, parts);
+    for (int p = 0; p < parts; p++) {
+        floats slope = NAME(load)(F32, gradient, i + p * WIDE, left);
+        for (int v = 0; v < few; v++) {
+            floats value = NAME(load)(type, vectors[v], i + p * WIDE, left);
+            lanes[v * PARTS + p] = (floats)FMA(slope, value, lanes[v * PARTS + p]);
+        }
+    }
+}
+
+/* Elements [first, last), which lie in one row, of a few vectors. */
+INLINE void NAME(add_few)(int type, int few, const struct pass *pass, const float *weights,
+                          const float *from, float *to, ptrdiff_t first, ptrdiff_t last) {
+    EACH(first, last,
+         NAME(add_few_at)(type, few, pass->vectors, pass->next, pass->further, weights, from, to,
+                          first, i, parts, left));
+}
+
+INLINE void NAME(dot_few)(int type, int few, const struct pass *pass, const float *gradient,
+                          double *sums, const float *scales, ptrdiff_t first, ptrdiff_t last) {
+    floats lanes[FEW * PARTS] = {{0}};
+    EACH(first, last,
+         NAME(dot_few_at)(type, few, pass->vectors, pass->next, pass->further, gradient, lanes, i,
+                          parts, left));
+    for (int v = 0; v < few; v++) {
+        double found = 0;
+        for (int p = 0; p < PARTS; p++) found += NAME(total)(lanes[v * PARTS + p]);
+        sums[v] += scales ? found * scales[v] : found;
+    }
+}
+
+/* `call` for as many vectors as there are in a pass, and for their type, both constant. */
+#define FEW_OF(call, type, few, ...)                       \
+    do {                                                   \
+        if (few == 4)                                      \
+            call(type, 4, __VA_ARGS__);                    \
+        else if (few == 3)                                 \
+            call(type, 3, __VA_ARGS__);                    \
+        else if (few == 2)                                 \
+            call(type, 2, __VA_ARGS__);                    \
+        else                                               \
+            call(type, 1, __VA_ARGS__);                    \
+    } while (0)
+#define TYPE_OF(call, type, few, ...)                      \
+    do {                                                   \
+        if (type == BF16)                                  \
+            FEW_OF(call, BF16, few, __VA_ARGS__);          \
+        else if (type == F16)                              \
+            FEW_OF(call, F16, few, __VA_ARGS__);           \
+        else if (type == I8)                               \
+            FEW_OF(call, I8, few, __VA_ARGS__);            \
+        else                                               \
+            FEW_OF(call, F32, few, __VA_ARGS__);           \
+    } while (0)
+
+/* out = onto + sum over v of weights[row, v] * T_v[row], row by row. */
+TARGET static void NAME(add_vectors)(int type, const void *const *vectors, const float *weights,
+                                     int count, const float *onto, float *out, ptrdiff_t rows,
+                                     ptrdiff_t width) {
+    float sum[CHUNK];
+    for (ptrdiff_t begin = 0; begin < rows * width; begin += CHUNK) {
+        ptrdiff_t end = begin + CHUNK < rows * width ? begin + CHUNK : rows * width;
+        for (int v = 0; v < count; v += FEW) {
+            struct pass pass = pass_of(vectors, v, count);
+            for (ptrdiff_t first = begin, last; first < end; first = last) {
+                ptrdiff_t row = first / width;
+                last = (row + 1) * width < end ? (row + 1) * width : end;
+                const float *from = v == 0 ? onto + first : sum + (first - begin);
+                float *to = v + FEW >= count ? out + first : sum + (first - begin);
+                TYPE_OF(NAME(add_few), type, pass.few, &pass, weights + row * count + v, from, to,
+                        first, last);
+            }
+        }
+    }
+}
+
+/* sums[v] += sum over rows of scales[row, v] * <T_v[row], gradient[row]>; no scales are ones. */
+TARGET static void NAME(dot_vectors)(int type, const void *const *vectors, const float *scales,
+                                     int count, const float *gradient, double *sums,
+                                     ptrdiff_t rows, ptrdiff_t width) {
+    for (ptrdiff_t begin = 0; begin < rows * width; begin += CHUNK) {
+        ptrdiff_t end = begin + CHUNK < rows * width ? begin + CHUNK : rows * width;
+        for (int v = 0; v < count; v += FEW) {
+            struct pass pass = pass_of(vectors, v, count);
+            for (ptrdiff_t first = begin, last; first < end; first = last) {
+                ptrdiff_t row = first / width;
+                last = (row + 1) * width < end ? (row + 1) * width : end;
+                TYPE_OF(NAME(dot_few), type, pass.few, &pass, gradient, sums + v,
+                        scales ? scales + row * count + v : NULL, first, last);
+            }
+        }
+    }
+}
+
+#undef FEW_OF
+#undef TYPE_OF
+#undef INLINE
+#undef PARTS
+#undef EACH
+#undef floats
+#undef words
+#undef halves
+#undef bytes

@@ -1,0 +1,141 @@
+"""Sums over several tensors in one pass, by the loops of kernels.c where they were built.
+
+The functions give what torch's operations give in several passes, each of which stands beside
+the call. Without a compiler at installation, on another kind of processor and for tensors that
+are not on the CPU `ready` is False, and torch does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_SUMMED = 2048  # elements of a row that `products` widens at a time
+_int, _long, _float, _pointer = ctypes.c_int, ctypes.c_ssize_t, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES = {
+    "weighted_sum": (_int, _pointer, _pointer, _int, _float, _pointer, _long),
+    "add_differences": (
+        *(_int, _pointer, _pointer, _pointer, _int, _float, _float, _pointer, _long),
+    ),
+    "products": (_int, _pointer, _pointer, _int, _long, _long, _pointer, _pointer),
+    "add_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
+    "dot_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loops, if they were built and the processor can run them."""
+    spec = importlib.util.find_spec("atlas_cli.core._kernels")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = ctypes.CDLL(spec.origin)
+    except OSError:  # built for another system
+        return None
+    for name, signature in _SIGNATURES.items():
+        function = getattr(found, f"atlas_{name}")
+        function.argtypes, function.restype = signature, None
+    return found if found.atlas_level() else None
+
+
+def ready(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the loops take these tensors: of one dtype that they know, in order, on the CPU."""
+    dtype = tensors[0].dtype
+    return (
+        dtype in _TYPES
+        and library() is not None
+        and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
+    )
+
+
+def weighted_sum(
+    terms: Sequence[torch.Tensor], weights: Sequence[float], divisor: float
+) -> torch.Tensor:
+    """(w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once."""
+    out = torch.empty_like(terms[0])
+    _run(
+        "weighted_sum",
+        *(_TYPES[out.dtype], _places(terms), _numbers(weights), len(terms), divisor),
+        *(out.data_ptr(), out.numel()),
+    )
+    return out
+
+
+def add_differences(
+    base: torch.Tensor,
+    models: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    divisor: float,
+    scale: float,
+) -> torch.Tensor:
+    """base + scale * (sum_t w_t (x_t - base)) / divisor, every step in the dtype of the base."""
+    out = torch.empty_like(base)
+    _run(
+        "add_differences",
+        *(_TYPES[out.dtype], base.data_ptr(), _places(models), _numbers(weights), len(models)),
+        *(divisor, scale, out.data_ptr(), out.numel()),
+    )
+    return out
+
+
+def products(terms: Sequence[torch.Tensor], origin: torch.Tensor | None) -> list[float]:
+    """<x_s - origin, x_t - origin> for s <= t; rows in float32, their sums in float64.
+
+    The elements of a vector are rows of their own.
+    """
+    count, first = len(terms), terms[0]
+    rows, width = (len(first), math.prod(first.shape[1:])) if first.ndim else (1, 1)
+    sums = torch.zeros(count * (count + 1) // 2, dtype=torch.float64)
+    room = torch.empty(count, _SUMMED)
+    _run(
+        "products",
+        *(_TYPES[first.dtype], None if origin is None else origin.data_ptr(), _places(terms)),
+        *(count, rows, width, room.data_ptr(), sums.data_ptr()),
+    )
+    return list(sums.tolist())
+
+
+def add_vectors(
+    vectors: Sequence[torch.Tensor], weights: torch.Tensor, onto: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out = onto + sum over v of weights[row, v] * T_v[row], in float32; all are flat."""
+    rows = len(weights)
+    _run(
+        "add_vectors",
+        *(_TYPES[vectors[0].dtype], _places(vectors), weights.data_ptr(), len(vectors)),
+        *(onto.data_ptr(), out.data_ptr(), rows, out.numel() // rows),
+    )
+
+
+def dot_vectors(
+    vectors: Sequence[torch.Tensor], scales: torch.Tensor | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    """sum over rows of scales[row, v] * <T_v[row], gradient[row]>, in float64; all are flat."""
+    rows = 1 if scales is None else len(scales)
+    sums = torch.zeros(len(vectors), dtype=torch.float64)
+    _run(
+        "dot_vectors",
+        *(_TYPES[vectors[0].dtype], _places(vectors)),
+        *(None if scales is None else scales.data_ptr(), len(vectors), gradient.data_ptr()),
+        *(sums.data_ptr(), rows, gradient.numel() // rows),
+    )
+    return sums
+
+
+def _run(name: str, *arguments: object) -> None:
+    getattr(library(), f"atlas_{name}")(*arguments)
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def _numbers(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(values))(*values)
