@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -11,6 +10,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +35,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 WORDS = {dtype: word for word, dtype in _DTYPES.items()}
-_POPULATE_READ = 22  # of madvise, since Linux 5.14
 _LARGEST_HEADER = 16 * 2**20  # bytes; a large model has one of a few hundred thousand
 
 
@@ -69,28 +68,39 @@ class _Place:
 
     def read(self) -> torch.Tensor:
         """The tensor, mapped from the file; the map lives as long as the tensor."""
-        return self._map(0, math.prod(self.shape), populate=False).reshape(self.shape)
-
-    def read_part(self, start: int, stop: int) -> torch.Tensor:
-        """Some elements, mapped and in memory at once: one fault instead of one for each page."""
-        return self._map(start, stop, populate=True)
-
-    def _map(self, first: int, last: int, *, populate: bool) -> torch.Tensor:
-        if first == last:
-            return torch.empty(0, dtype=self.dtype)
-        start = self.start + first * self.dtype.itemsize
-        page = start - start % mmap.ALLOCATIONGRANULARITY
-        offset, length = start - page, start - page + (last - first) * self.dtype.itemsize
-        with _explained(self.path), self.path.open("rb") as file:
-            if _stamp(file) != self.stamp:
-                raise CheckpointError(f"{self.path}: changed while it was being read")
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        page = self.start - self.start % mmap.ALLOCATIONGRANULARITY
+        offset, length = self.start - page, self.start - page + count * self.dtype.itemsize
+        with self._opened() as file:
             mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        if populate:
-            with contextlib.suppress(OSError, AttributeError):  # an older kernel, or another system
-                mapped.madvise(_POPULATE_READ)
         if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
             mapped, offset = bytearray(mapped[offset:]), 0
-        return torch.frombuffer(mapped, dtype=self.dtype, count=last - first, offset=offset)
+        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=offset)
+        return flat.reshape(self.shape)
+
+    def read_part(self, start: int, stop: int) -> torch.Tensor:
+        """Some elements, copied: threads that map and unmap small parts wait for each other."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        content: Any = values.view(torch.uint8).numpy() if len(values) else b""
+        room = memoryview(content)
+        place = self.start + start * self.dtype.itemsize
+        with self._opened() as file:
+            while len(room):
+                count = os.preadv(file.fileno(), [room], place)
+                if not count:
+                    raise CheckpointError(f"{self.path}: ended while it was being read")
+                room, place = room[count:], place + count
+        return values
+
+    @contextmanager
+    def _opened(self) -> Iterator[FileIO]:
+        """The file, if it is still the one whose header was read."""
+        with _explained(self.path), self.path.open("rb", buffering=0) as file:
+            if _stamp(file) != self.stamp:
+                raise CheckpointError(f"{self.path}: changed while it was being read")
+            yield file
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -136,7 +146,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stamp(file: BinaryIO) -> tuple[int, ...]:
+def _stamp(file: BinaryIO | FileIO) -> tuple[int, ...]:
     status = os.fstat(file.fileno())
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

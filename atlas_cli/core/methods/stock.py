@@ -74,5 +74,6 @@ METHODS = (
         per_merge=(Parameter("filter_wise", False),),
         needs_base=True,
         models=(2, None),
+        spreads=True,
     ),
 )
