@@ -6,7 +6,7 @@
  * set named below, from kernels.h, and the one that the processor can run is taken.
  *
  * Arithmetic is float32. Nothing is contracted into a fused operation except where fmaf is
- * written, so that results are the same bits on every processor.
+ * written, so that merged models are the same bits on every processor.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -39,13 +39,16 @@ struct pass {
     ptrdiff_t further;
 };
 
-static inline struct pass pass_of(const void *const *vectors, int v, int count) {
+static inline struct pass pass_of(const void *const *vectors, int v, int count,
+                                  ptrdiff_t chunk) {
     struct pass pass = {count - v < FEW ? count - v : FEW, vectors + v, {0}, 0};
     int next = v + FEW < count ? v + FEW : 0;
-    pass.further = next ? 0 : CHUNK;
+    pass.further = next ? 0 : chunk;
     for (int k = 0; k < FEW; k++) pass.next[k] = vectors[next + k < count ? next + k : next];
     return pass;
 }
+
+static int level;
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -84,21 +87,17 @@ static inline struct pass pass_of(const void *const *vectors, int v, int count) 
     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (long long)(bytes))))
 #include "kernels.h"
 
-static int level(void) {
-    static int found = -1;
-    if (found < 0) {
-        __builtin_cpu_init();
-        found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c")
-                    ? 3
-                    : 0;
-        if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            found = 4;
-    }
-    return found;
+static int best_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return 0;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 4
+               : 3;
 }
-#define RUN(name, ...) (level() == 4 ? name##_v4(__VA_ARGS__) : name##_v3(__VA_ARGS__))
+#define RUN(name, ...) (level == 4 ? name##_v4(__VA_ARGS__) : name##_v3(__VA_ARGS__))
 
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -115,15 +114,18 @@ static int level(void) {
     vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)(bytes))))))
 #include "kernels.h"
 
-static int level(void) { return 3; }
+static int best_level(void) { return 3; }
 #define RUN(name, ...) name##_v3(__VA_ARGS__)
 
 #else
 #error "no form for this processor; atlas does without"
 #endif
 
-/* 0 if this processor lacks what the functions below need. */
-EXPORT int atlas_level(void) { return level(); }
+/* Take the best form up to `most`, and tell which; 0 if this processor can run none. */
+EXPORT int atlas_take_level(int most) {
+    int best = best_level();
+    return level = best < most ? best : most;
+}
 
 EXPORT void atlas_weighted_sum(int type, const void *const *terms, const float *weights, int count,
                                float divisor, void *out, ptrdiff_t size) {
@@ -150,6 +152,32 @@ EXPORT void atlas_dot_vectors(int type, const void *const *vectors, const float 
                               const float *gradient, double *sums, ptrdiff_t rows,
                               ptrdiff_t width) {
     RUN(dot_vectors, type, vectors, scales, count, gradient, sums, rows, width);
+}
+
+/* Every row of magnitudes (15 bits) in order, by its low and then its high bits; the rows of `out`
+ * are `apart`. `room` has as many numbers as a row. */
+EXPORT void atlas_sort_rows(const uint16_t *values, uint16_t *out, ptrdiff_t rows, ptrdiff_t width,
+                            ptrdiff_t apart, uint16_t *room) {
+    for (ptrdiff_t row = 0; row < rows; row++, values += width, out += apart) {
+        ptrdiff_t low[256] = {0}, high[128] = {0};
+        for (ptrdiff_t i = 0; i < width; i++) {
+            low[values[i] & 255]++;
+            high[(values[i] >> 8) & 127]++;
+        }
+        ptrdiff_t before = 0, earlier = 0;
+        for (int digit = 0; digit < 256; digit++) {
+            ptrdiff_t count = low[digit];
+            low[digit] = before;
+            before += count;
+        }
+        for (int digit = 0; digit < 128; digit++) {
+            ptrdiff_t count = high[digit];
+            high[digit] = earlier;
+            earlier += count;
+        }
+        for (ptrdiff_t i = 0; i < width; i++) room[low[values[i] & 255]++] = values[i];
+        for (ptrdiff_t i = 0; i < width; i++) out[high[(room[i] >> 8) & 127]++] = room[i];
+    }
 }
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, NULL,

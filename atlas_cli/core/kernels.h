@@ -288,45 +288,46 @@ INLINE void NAME(dot_few)(int type, int few, const struct pass *pass, const floa
             FEW_OF(call, F32, few, __VA_ARGS__);           \
     } while (0)
 
+/* Go through rows and columns a chunk at a time, and through all vectors a few at a time. In the
+ * body `pass` says which vectors, and [first, last) is a part of `row`, `from_chunk` on in it. */
+#define EACH_CHUNK(body)                                                                       \
+    ptrdiff_t high = width < CHUNK ? CHUNK / width : 1, wide = width < CHUNK ? width : CHUNK;  \
+    for (ptrdiff_t top = 0; top < rows; top += high)                                           \
+        for (ptrdiff_t begin = 0; begin < width; begin += wide) {                              \
+            ptrdiff_t bottom = top + high < rows ? top + high : rows;                          \
+            ptrdiff_t end = begin + wide < width ? begin + wide : width;                       \
+            for (int v = 0; v < count; v += FEW) {                                             \
+                struct pass pass = pass_of(vectors, v, count, high * wide);                    \
+                for (ptrdiff_t row = top; row < bottom; row++) {                               \
+                    ptrdiff_t first = row * width + begin, last = row * width + end;           \
+                    body                                                                       \
+                }                                                                              \
+            }                                                                                  \
+        }
+
 /* out = onto + sum over v of weights[row, v] * T_v[row], row by row. */
 TARGET static void NAME(add_vectors)(int type, const void *const *vectors, const float *weights,
                                      int count, const float *onto, float *out, ptrdiff_t rows,
                                      ptrdiff_t width) {
     float sum[CHUNK];
-    for (ptrdiff_t begin = 0; begin < rows * width; begin += CHUNK) {
-        ptrdiff_t end = begin + CHUNK < rows * width ? begin + CHUNK : rows * width;
-        for (int v = 0; v < count; v += FEW) {
-            struct pass pass = pass_of(vectors, v, count);
-            for (ptrdiff_t first = begin, last; first < end; first = last) {
-                ptrdiff_t row = first / width;
-                last = (row + 1) * width < end ? (row + 1) * width : end;
-                const float *from = v == 0 ? onto + first : sum + (first - begin);
-                float *to = v + FEW >= count ? out + first : sum + (first - begin);
-                TYPE_OF(NAME(add_few), type, pass.few, &pass, weights + row * count + v, from, to,
-                        first, last);
-            }
-        }
-    }
+    EACH_CHUNK({
+        float *here = sum + (row - top) * wide;
+        TYPE_OF(NAME(add_few), type, pass.few, &pass, weights + row * count + v,
+                v == 0 ? onto + first : here, v + FEW >= count ? out + first : here, first, last);
+    })
 }
 
 /* sums[v] += sum over rows of scales[row, v] * <T_v[row], gradient[row]>; no scales are ones. */
 TARGET static void NAME(dot_vectors)(int type, const void *const *vectors, const float *scales,
                                      int count, const float *gradient, double *sums,
                                      ptrdiff_t rows, ptrdiff_t width) {
-    for (ptrdiff_t begin = 0; begin < rows * width; begin += CHUNK) {
-        ptrdiff_t end = begin + CHUNK < rows * width ? begin + CHUNK : rows * width;
-        for (int v = 0; v < count; v += FEW) {
-            struct pass pass = pass_of(vectors, v, count);
-            for (ptrdiff_t first = begin, last; first < end; first = last) {
-                ptrdiff_t row = first / width;
-                last = (row + 1) * width < end ? (row + 1) * width : end;
-                TYPE_OF(NAME(dot_few), type, pass.few, &pass, gradient, sums + v,
-                        scales ? scales + row * count + v : NULL, first, last);
-            }
-        }
-    }
+    EACH_CHUNK({
+        const float *own = scales ? scales + row * count + v : NULL;
+        TYPE_OF(NAME(dot_few), type, pass.few, &pass, gradient, sums + v, own, first, last);
+    })
 }
 
+#undef EACH_CHUNK
 #undef FEW_OF
 #undef TYPE_OF
 #undef INLINE

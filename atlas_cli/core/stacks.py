@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from atlas_cli.core import kernels
 from atlas_cli.core.blocks import Scattered, indices
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
 
@@ -118,6 +119,14 @@ def add(
         up = stack.up[inner].float() * weights[stack.owner]
         total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
         return
+    if total.is_cpu and (stored := _as_stored(stack, span)):
+        source, place = onto[slice(*span)].float().contiguous(), total[slice(*span)]
+        for some in stored:
+            own = weights if len(stored) == 1 else weights[some.places]
+            table = own[None] if some.scales is None else some.scales * own
+            kernels.add_vectors(some.vectors, table, source, place)
+            source = place
+        return
     for start, stop, tile in _tiles(stack, span):
         there = tile.to(total.device)
         torch.addmv(onto[start:stop].float(), there.T, weights, out=total[start:stop])
@@ -131,12 +140,66 @@ def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
         part = gradient[slice(*span)].view(-1, width)
         terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
         return total.index_add_(0, stack.owner, terms.to(total.dtype))
+    if gradient.is_cpu and (stored := _as_stored(stack, span)):
+        for some in stored:
+            total[some.places] = kernels.dot_vectors(
+                some.vectors, some.scales, gradient[slice(*span)]
+            )
+        return total
     found = []
     for start, stop, tile in _tiles(stack, span):
         pieces = tile.to(gradient.device).split(_SUMMED, dim=1)
         parts = gradient[start:stop].split(_SUMMED)
         found += [piece @ part for piece, part in zip(pieces, parts, strict=True)]
     return torch.stack(found).sum(0, dtype=total.dtype) if found else total
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A range of some vectors of a stack, flat and as they are kept: T = scales * vectors.
+
+    `places` tells which rows of T they are; scales are (rows of the range, vectors).
+    """
+
+    places: list[int]
+    vectors: Sequence[torch.Tensor]
+    scales: torch.Tensor | None = None
+
+
+def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) -> list[_Stored]:
+    """A range of a stack, those of one storage together; empty if it has to be expanded first."""
+    match stack:
+        case DenseStack(members, values):
+            every = list(range(len(members)))
+            found = [_Stored(every, values[:, slice(*span)].unbind())]
+        case QuantisedStack(members, codes, scales):
+            found = [_quantised(list(range(len(members))), list(codes), list(scales), span)]
+        case MappedStack(_, blocks):
+            found = list(_kinds_of(blocks, span))
+    return found if all(kernels.ready(some.vectors) for some in found) else []
+
+
+def _kinds_of(blocks: Sequence[Dense | Quantised], span: Range) -> Iterator[_Stored]:
+    kinds: dict[Any, list[int]] = {}
+    for place, block in enumerate(blocks):
+        kinds.setdefault(_kind(block), []).append(place)
+    for places in kinds.values():
+        eight = [b for place in places if isinstance(b := blocks[place], Quantised)]
+        if eight:
+            codes = [block.values.reshape(len(block.scales), -1) for block in eight]
+            yield _quantised(places, codes, [block.scales for block in eight], span)
+        else:
+            yield _Stored(places, [blocks[p].values.reshape(-1)[slice(*span)] for p in places])
+
+
+def _quantised(
+    places: list[int], codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], span: Range
+) -> _Stored:
+    """Codes are (rows, columns), scales (rows); a range has whole rows, or is of a single one."""
+    count, columns = codes[0].shape
+    rows = slice(span[0] // columns, span[1] // columns) if count > 1 else slice(None)
+    vectors = [code.reshape(-1)[slice(*span)] for code in codes]
+    return _Stored(places, vectors, torch.stack([scale[rows] for scale in scales], dim=1))
 
 
 def _tiles(

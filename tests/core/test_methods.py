@@ -363,6 +363,7 @@ ASLEEP = {  # parameters that give the first model no weight, and where a base h
     "slerp": {"t": 0.0},
     "wise_ft": {"alpha": 0.0},
     "passthrough": {"scale": 0.0},
+    "model_stock": {},
 }
 
 

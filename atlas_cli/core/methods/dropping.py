@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core import kernels
 from atlas_cli.core.methods.bits import below, bits_of, largest, magnitudes, negative_
 from atlas_cli.core.methods.chance import LEVELS, Dice, draw, offset
 from atlas_cli.core.methods.method import Tile, Tiles, Values
@@ -78,7 +79,9 @@ def _ladder(sizes: torch.Tensor) -> torch.Tensor:
     ladder = sizes.new_full(shape, largest(sizes))
     ladder[:, 0] = -1
     inner = ladder[:, 1:-1]
-    if sizes.is_cpu:
+    if sizes.is_cpu and sizes.dtype == torch.int16 and sizes.ndim == 2 and kernels.library():
+        kernels.sort_rows(sizes.contiguous(), inner)
+    elif sizes.is_cpu:
         # numpy's sort is twenty times faster than torch's, and that of four bytes eight times
         # faster than that of two where the processor has no instructions for the latter.
         wide = sizes.to(torch.int32 if sizes.element_size() == 2 else sizes.dtype, copy=True)
@@ -109,8 +112,8 @@ def keep_by_rank_(delta: torch.Tensor, tile: Tile, chance: Chance) -> None:
     rungs = (draws & (LEVELS - 1)).float()  # how many elements must be smaller, plus one
     rungs.mul_(step / LEVELS).add_((chance.offset / LEVELS - chance.low) * step + 1)
     as_first = negative_(draws)
-    rungs.clamp_(0, count).trunc_().add_(as_first.float()).add_(1)
-    lack = sizes.add_(as_first).sub_(ladder.gather(1, rungs.long()))
+    rung = rungs.clamp_(0, count).long().add_(as_first).add_(1)
+    lack = sizes.add_(as_first).sub_(ladder.gather(1, rung))
     bits_of(delta).view(sizes.shape).bitwise_and_(negative_(lack).bitwise_not_())
 
 
