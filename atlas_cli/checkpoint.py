@@ -85,13 +85,12 @@ class _Place:
         values = torch.empty(stop - start, dtype=self.dtype)
         content: Any = values.view(torch.uint8).numpy() if len(values) else b""
         room = memoryview(content)
-        place = self.start + start * self.dtype.itemsize
         with self._opened() as file:
+            file.seek(self.start + start * self.dtype.itemsize)
             while len(room):
-                count = os.preadv(file.fileno(), [room], place)
-                if not count:
+                if not (count := file.readinto(room)):
                     raise CheckpointError(f"{self.path}: ended while it was being read")
-                room, place = room[count:], place + count
+                room = room[count:]
         return values
 
     @contextmanager
