@@ -153,6 +153,30 @@ TARGET static void NAME(add_differences)(int type, const void *base, const void 
 #undef CALL
 }
 
+/* `call` for their type and for as many terms as there are, at most FEW; both are constant. */
+#define FEW_OF(call, type, few, ...)                       \
+    do {                                                   \
+        if (few == 4)                                      \
+            call(type, 4, __VA_ARGS__);                    \
+        else if (few == 3)                                 \
+            call(type, 3, __VA_ARGS__);                    \
+        else if (few == 2)                                 \
+            call(type, 2, __VA_ARGS__);                    \
+        else                                               \
+            call(type, 1, __VA_ARGS__);                    \
+    } while (0)
+#define TYPE_OF(call, type, few, ...)                      \
+    do {                                                   \
+        if (type == BF16)                                  \
+            FEW_OF(call, BF16, few, __VA_ARGS__);          \
+        else if (type == F16)                              \
+            FEW_OF(call, F16, few, __VA_ARGS__);           \
+        else if (type == I8)                               \
+            FEW_OF(call, I8, few, __VA_ARGS__);            \
+        else                                               \
+            FEW_OF(call, F32, few, __VA_ARGS__);           \
+    } while (0)
+
 /* to = x - origin, in float32; `first` is where x and origin begin. */
 INLINE void NAME(widen_at)(int type, const void *values, const void *origin, ptrdiff_t first,
                            float *to, ptrdiff_t i, int parts, size_t left) {
@@ -179,28 +203,59 @@ INLINE double NAME(dot)(const float *one, const float *other, ptrdiff_t size) {
     return found;
 }
 
-/* sums[s, t] += <x_s - origin, x_t - origin> for s <= t; `room` has count * SUMMED floats. */
+/* lanes[s, t] += (x_s - origin) (x_t - origin) for s <= t, of a few terms; two registers each. */
+INLINE void NAME(products_at)(int type, int few, const void *origin, const void *const *terms,
+                              floats *lanes, ptrdiff_t i, int parts, size_t left) {
+    for (int p = 0; p < parts; p++) {
+        floats value[FEW], from = {0};
+        if (origin) from = NAME(load)(type, origin, i + p * WIDE, left);
+        for (int t = 0; t < few; t++)
+            value[t] = NAME(load)(type, terms[t], i + p * WIDE, left) - from;
+        floats *sum = lanes + p % 2;
+        for (int s = 0; s < few; s++)
+            for (int t = s; t < few; t++, sum += 2) *sum = (floats)FMA(value[s], value[t], *sum);
+    }
+}
+
+INLINE void NAME(products_few)(int type, int few, const void *origin, const void *const *terms,
+                               ptrdiff_t first, ptrdiff_t last, double *sums) {
+    floats lanes[FEW * (FEW + 1)] = {{0}};
+    EACH(first, last, NAME(products_at)(type, few, origin, terms, lanes, i, parts, left));
+    for (int pair = 0; pair < few * (few + 1) / 2; pair++)
+        sums[pair] += NAME(total)(lanes[2 * pair]) + NAME(total)(lanes[2 * pair + 1]);
+}
+
+/* The same for any number of terms, which are widened to `room` first: SUMMED floats for each. */
+INLINE void NAME(products_many)(int type, const void *origin, const void *const *terms, int count,
+                                ptrdiff_t first, ptrdiff_t last, float *room, double *sums) {
+    for (int t = 0; t < count; t++) {
+#define CALL(type) \
+    NAME(widen_at)(type, terms[t], origin, first, room + t * SUMMED, i, parts, left)
+        if (type == BF16)
+            EACH(0, last - first, CALL(BF16));
+        else if (type == F16)
+            EACH(0, last - first, CALL(F16));
+        else
+            EACH(0, last - first, CALL(F32));
+#undef CALL
+    }
+    for (int s = 0; s < count; s++)
+        for (int t = s; t < count; t++)
+            *sums++ += NAME(dot)(room + s * SUMMED, room + t * SUMMED, last - first);
+}
+
+/* sums[s, t] += <x_s - origin, x_t - origin> for s <= t, SUMMED elements of a row at a time. */
 TARGET static void NAME(products)(int type, const void *origin, const void *const *terms,
                                   int count, ptrdiff_t rows, ptrdiff_t width, float *room,
                                   double *sums) {
     for (ptrdiff_t row = 0; row < rows; row++)
         for (ptrdiff_t begin = 0; begin < width; begin += SUMMED) {
-            ptrdiff_t n = width - begin < SUMMED ? width - begin : SUMMED;
-            for (int t = 0; t < count; t++) {
-#define CALL(type)                                                                               \
-    NAME(widen_at)(type, terms[t], origin, row * width + begin, room + t * SUMMED, i, parts, left)
-                if (type == BF16)
-                    EACH(0, n, CALL(BF16));
-                else if (type == F16)
-                    EACH(0, n, CALL(F16));
-                else
-                    EACH(0, n, CALL(F32));
-#undef CALL
-            }
-            double *sum = sums;
-            for (int s = 0; s < count; s++)
-                for (int t = s; t < count; t++)
-                    *sum++ += NAME(dot)(room + s * SUMMED, room + t * SUMMED, n);
+            ptrdiff_t first = row * width + begin;
+            ptrdiff_t last = first + (width - begin < SUMMED ? width - begin : SUMMED);
+            if (count <= FEW)
+                TYPE_OF(NAME(products_few), type, count, origin, terms, first, last, sums);
+            else
+                NAME(products_many)(type, origin, terms, count, first, last, room, sums);
         }
 }
 
@@ -263,30 +318,6 @@ INLINE void NAME(dot_few)(int type, int few, const struct pass *pass, const floa
         sums[v] += scales ? found * scales[v] : found;
     }
 }
-
-/* `call` for as many vectors as there are in a pass, and for their type, both constant. */
-#define FEW_OF(call, type, few, ...)                       \
-    do {                                                   \
-        if (few == 4)                                      \
-            call(type, 4, __VA_ARGS__);                    \
-        else if (few == 3)                                 \
-            call(type, 3, __VA_ARGS__);                    \
-        else if (few == 2)                                 \
-            call(type, 2, __VA_ARGS__);                    \
-        else                                               \
-            call(type, 1, __VA_ARGS__);                    \
-    } while (0)
-#define TYPE_OF(call, type, few, ...)                      \
-    do {                                                   \
-        if (type == BF16)                                  \
-            FEW_OF(call, BF16, few, __VA_ARGS__);          \
-        else if (type == F16)                              \
-            FEW_OF(call, F16, few, __VA_ARGS__);           \
-        else if (type == I8)                               \
-            FEW_OF(call, I8, few, __VA_ARGS__);            \
-        else                                               \
-            FEW_OF(call, F32, few, __VA_ARGS__);           \
-    } while (0)
 
 /* Go through rows and columns a chunk at a time, and through all vectors a few at a time. In the
  * body `pass` says which vectors, and [first, last) is a part of `row`, `from_chunk` on in it. */
