@@ -96,7 +96,7 @@ class _Place:
     @contextmanager
     def _opened(self) -> Iterator[FileIO]:
         """The file, if it is still the one whose header was read."""
-        with _explained(self.path), self.path.open("rb", buffering=0) as file:
+        with _explained(self.path), FileIO(self.path) as file:
             if _stamp(file) != self.stamp:
                 raise CheckpointError(f"{self.path}: changed while it was being read")
             yield file
