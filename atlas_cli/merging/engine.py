@@ -19,8 +19,9 @@ from atlas_cli.merging.makers import CPU, Maker, check_finite, is_finite
 from atlas_cli.merging.part import Part
 from atlas_cli.merging.plan import Output, Plan
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
+# Of glibc's mallopt: keep what was freed, do not map what is small, one heap for all threads.
+_KEEPING = {-1: 1 << 30, -3: 32 << 20, -8: 1}
+_RESERVE = 32 << 20  # what the interpreter and torch still take when they begin to work
 
 
 class Budget:
@@ -113,20 +114,20 @@ def run(
 ) -> None:
     """Make every piece that is not there yet. `advance` hears of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
-    budget = Budget(working_memory(limits))
+    room = working_memory(limits)
+    budget = Budget(room)
     shared = _Survey(tuple(output for output in plan.outputs if output.merged))
     with _workers(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
         # The largest first, so that no thread is left with a large one at the end.
         for output in sorted(plan.outputs, key=lambda output: -output.bytes):
             survey = shared if maker.together and output.merged else _Survey((output,))
-            for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
-                if (output.number, number) in part.done:
-                    advance(_bytes(output, spans))
-                    continue
-                job = _Job(output, number, spans, survey)
+            pieces = dict(enumerate(output.pieces(whole=maker.whole(output))))
+            for number in [number for number in pieces if (output.number, number) in part.done]:
+                advance(_bytes(output, pieces.pop(number)))
+            for job in _jobs(output, pieces, survey, maker, room // limits.threads):
                 future = pool.submit(_work, job, maker, part, budget, starts[output.file], limits)
-                waiting[future] = _bytes(output, spans)
+                waiting[future] = sum(_bytes(output, spans) for spans in job.pieces.values())
         for future in as_completed(waiting):
             future.result()
             advance(waiting[future])
@@ -136,34 +137,54 @@ def _bytes(output: Output, spans: list[tuple[int, int]]) -> int:
     return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize
 
 
+Pieces = dict[int, list[tuple[int, int]]]  # the tiles of each, by its number
+
+
 @dataclass(frozen=True)
 class _Job:
+    """Pieces of an output for one thread, which may hold all inputs of it meanwhile."""
+
     output: Output
-    number: int
-    spans: list[tuple[int, int]]
+    pieces: Pieces
     survey: _Survey
+    memory: int
+    holds: bool = False
+
+
+def _jobs(
+    output: Output, pieces: Pieces, survey: _Survey, maker: Maker, room: int
+) -> Iterator[_Job]:
+    """All pieces together if their inputs can be held for a survey and what follows it."""
+    held = maker.need_to_hold(output)
+    if pieces and 0 < held <= room:
+        yield _Job(output, pieces, survey, held, holds=True)
+        return
+    for number, spans in pieces.items():
+        yield _Job(output, {number: spans}, survey, maker.need(output))
 
 
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
     output = job.output
-    with budget.take(maker.need(output)):
-        survey = job.survey.by(maker)
-        for span in job.spans:
-            values = maker.make(output, span, survey)
-            if not limits.allow_nonfinite and not is_finite(values):
-                maker.check_inputs(output, span)  # to name the one that is at fault
-                check_finite(values, output.name, "the merged model")
-            offset = start + output.start + span[0] * output.dtype.itemsize
-            part.write(output.file, offset, values)
-            del values
-    part.note((output.number, job.number))
+    with budget.take(job.memory):
+        own = maker.holding(output) if job.holds else maker
+        survey = job.survey.by(own)
+        for number, spans in job.pieces.items():
+            for span in spans:
+                values = own.make(output, span, survey)
+                if not limits.allow_nonfinite and not is_finite(values):
+                    own.check_inputs(output, span)  # to name the one that is at fault
+                    check_finite(values, output.name, "the merged model")
+                offset = start + output.start + span[0] * output.dtype.itemsize
+                part.write(output.file, offset, values)
+                del values
+            part.note((output.number, number))
 
 
 def _keep_freed_memory() -> None:
     """Have the C library use the memory of a tile for the next one, not give it back between."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
-        for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
-            ctypes.CDLL(None).mallopt(option, size)
+        for option, value in _KEEPING.items():
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -34,6 +34,12 @@ class Maker(Protocol):
 
     def need(self, output: Output) -> int:
         """The bytes of memory that making a tile of it takes."""
+
+    def need_to_hold(self, output: Output) -> int:
+        """The same with all its inputs in memory; 0 if they are gone through only once."""
+
+    def holding(self, output: Output) -> Maker:
+        """One that has the inputs of an output in memory."""
 
     def survey(self, outputs: Sequence[Output]) -> Any:
         """What has to be known of whole tensors before a tile of them can be made."""
@@ -85,9 +91,33 @@ class ByMethod:
     def need(self, output: Output) -> int:
         """Inputs as they are stored and as they are computed with, and what the formula holds."""
         tile = max(stop - start for start, stop in output.tiles(whole=self.whole(output)))
-        inputs = len(self.models) + (self.base is not None) if output.merged else 1
+        inputs = len(self._inputs) if output.merged else 1
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
+
+    def need_to_hold(self, output: Output) -> int:
+        """Inputs as they are stored, and what a formula holds of a tile; 0 without a survey."""
+        if not output.merged or not self.method.surveys or self.together:
+            return 0
+        held = self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
+        return held + self.need(output) // 2
+
+    def holding(self, output: Output) -> ByMethod:
+        """The same maker with the inputs read: what is surveyed need not be read again."""
+        spans = output.tiles(whole=self.whole(output))
+
+        def hold(model: Model) -> Model:
+            tensor = model.tensors[output.name]
+            tiles = {span: tensor.span(*span) for span in spans}
+            held = replace(tensor, part=lambda start, stop: tiles[start, stop])
+            return Model(model.reference, {output.name: held})
+
+        base = hold(self.base) if self.base else None
+        return replace(self, base=base, models=tuple(map(hold, self.models)))
+
+    @property
+    def _inputs(self) -> tuple[Model, ...]:
+        return (*self.models, self.base) if self.base else self.models
 
     def survey(self, outputs: Sequence[Output]) -> Any:
         """Whatever the method looks for in whole tensors."""
