@@ -242,7 +242,7 @@ def test_inputs_that_are_held_give_the_same_bytes_as_those_read_twice(
         Checkpointed, "read_part", lambda *given: (read.append(given), part_of(*given))[1]
     )
     held, count = digests(merge(recipe, to="held")), len(read)
-    monkeypatch.setattr(ByMethod, "need_to_hold", lambda maker, output: 0)
+    monkeypatch.setattr(ByMethod, "read_again", lambda maker, output: 0)
     assert digests(merge(recipe, to="twice"))["model.safetensors"] == held["model.safetensors"]
     assert len(read) > 2 * count  # all of it once again, and more
 

@@ -21,6 +21,7 @@ from atlas_cli.merging.plan import Output, Plan
 
 # Of glibc's mallopt: keep what was freed, do not map what is small, one heap for all threads.
 _KEEPING = {-1: 1 << 30, -3: 32 << 20, -8: 1}
+_HELD = 64 << 20  # of inputs that are needed again, in each thread
 _RESERVE = 32 << 20  # what the interpreter and torch still take when they begin to work
 
 
@@ -148,25 +149,26 @@ class _Job:
     pieces: Pieces
     survey: _Survey
     memory: int
-    holds: bool = False
+    held: int = 0
 
 
 def _jobs(
     output: Output, pieces: Pieces, survey: _Survey, maker: Maker, room: int
 ) -> Iterator[_Job]:
-    """All pieces together if their inputs can be held for a survey and what follows it."""
-    held = maker.need_to_hold(output)
-    if pieces and 0 < held <= room:
-        yield _Job(output, pieces, survey, held, holds=True)
+    """All pieces together if most of their inputs can be held from a survey to what follows it."""
+    needed, again = maker.need(output), maker.read_again(output)
+    held = min(again, _HELD, room - needed)
+    if pieces and 0 < again <= 2 * held:
+        yield _Job(output, pieces, survey, needed + held, held)
         return
     for number, spans in pieces.items():
-        yield _Job(output, {number: spans}, survey, maker.need(output))
+        yield _Job(output, {number: spans}, survey, needed)
 
 
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
     output = job.output
     with budget.take(job.memory):
-        own = maker.holding(output) if job.holds else maker
+        own = maker.holding(output, job.held) if job.held else maker
         survey = job.survey.by(own)
         for number, spans in job.pieces.items():
             for span in spans:

@@ -35,11 +35,11 @@ class Maker(Protocol):
     def need(self, output: Output) -> int:
         """The bytes of memory that making a tile of it takes."""
 
-    def need_to_hold(self, output: Output) -> int:
-        """The same with all its inputs in memory; 0 if they are gone through only once."""
+    def read_again(self, output: Output) -> int:
+        """The bytes of inputs that are gone through more than once."""
 
-    def holding(self, output: Output) -> Maker:
-        """One that has the inputs of an output in memory."""
+    def holding(self, output: Output, room: int) -> Maker:
+        """One that has so many bytes of the inputs of an output in memory."""
 
     def survey(self, outputs: Sequence[Output]) -> Any:
         """What has to be known of whole tensors before a tile of them can be made."""
@@ -95,22 +95,26 @@ class ByMethod:
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
 
-    def need_to_hold(self, output: Output) -> int:
-        """Inputs as they are stored, and what a formula holds of a tile; 0 without a survey."""
+    def read_again(self, output: Output) -> int:
+        """All inputs, if the method has a survey of each tensor."""
         if not output.merged or not self.method.surveys or self.together:
             return 0
-        held = self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
-        return held + self.need(output) // 2
+        return self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
 
-    def holding(self, output: Output) -> ByMethod:
-        """The same maker with the inputs read: what is surveyed need not be read again."""
+    def holding(self, output: Output, room: int) -> ByMethod:
+        """The same maker with the first tiles read: what is surveyed need not be read again."""
         spans = output.tiles(whole=self.whole(output))
+        first = spans[: len(spans) * room // self.read_again(output)]
 
         def hold(model: Model) -> Model:
             tensor = model.tensors[output.name]
-            tiles = {span: tensor.span(*span) for span in spans}
-            held = replace(tensor, part=lambda start, stop: tiles[start, stop])
-            return Model(model.reference, {output.name: held})
+            tiles = {span: tensor.span(*span) for span in first}
+
+            def part(start: int, stop: int) -> torch.Tensor:
+                there = tiles.get((start, stop))
+                return tensor.span(start, stop) if there is None else there
+
+            return Model(model.reference, {output.name: replace(tensor, part=part)})
 
         base = hold(self.base) if self.base else None
         return replace(self, base=base, models=tuple(map(hold, self.models)))

@@ -12,7 +12,14 @@ from atlas_cli.core import kernels
 from atlas_cli.core.methods.bands import LARGEST, MIDDLE
 from atlas_cli.core.methods.dropping import AT_RANDOM, BY_RANK
 from atlas_cli.core.methods.election import Rules, elected_signs, merge_elected, weigh_
-from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.core.methods.method import (
+    Method,
+    Parameter,
+    Tile,
+    Tiles,
+    Values,
+    no_survey,
+)
 from atlas_cli.core.methods.sparsify import (
     Sparsifier,
     delta_of,
@@ -38,16 +45,13 @@ class Found:
 class Family:
     """theta_0 + lambda * sum_t w_t S(theta_t - theta_0): how S sparsifies, and who is heard."""
 
-    sparsifier: Sparsifier | None
+    sparsifier: Sparsifier
     elects: bool
 
     def survey(self, tiles: Tiles, values: Values) -> Found:
         """The cuts or chances of every model, what it is rescaled by, the majority of signs."""
-        count = len(values.models)
-        if self.sparsifier is None:
-            return Found([None] * count, [1.0] * count)
         kept = self.sparsifier.survey(tiles, values)
-        scales = [1.0] * count
+        scales = [1.0] * len(values.models)
         if values.merge["rescale"] and values.merge.get("rescale_by") == "density":
             scales = scales_by_density(values, kept)
         elif values.merge["rescale"]:
@@ -63,27 +67,20 @@ class Family:
         Sums over models are kept in float32. Only where `normalize` is set is there a divisor.
         """
         assert tile.base is not None
-        if not self.elects and self.sparsifier is None:
-            return _add_differences(tile, tile.base, values)
         deltas = self._deltas(tile, found)
         weights = weights_of(values, tile.base.dtype)
-        normalize = values.merge["normalize"]
         if self.elects:
-            merged = merge_elected(list(deltas), weights, _rules(values, found), normalize)
-        else:
-            merged = add_up(weigh_(deltas, weights))
-            if normalize:
-                merged /= _divisor(weights, tile.base.dtype)
-        if values.merge["lambda"] != 1:
-            merged *= values.merge["lambda"]
-        return torch.add(tile.base, merged, out=merged)
+            rules, normalize = _rules(values, found), values.merge["normalize"]
+            merged = merge_elected(list(deltas), weights, rules, normalize)
+            return _add_to(tile.base, merged, 1.0, values)
+        merged = add_up(weigh_(deltas, weights))
+        return _add_to(tile.base, merged, _divisor(weights, tile.base.dtype, values), values)
 
     def _deltas(self, tile: Tile, found: Found) -> Iterator[torch.Tensor]:
         """S(theta_t - theta_0) of every model, one after another."""
         for model, (kept, scale) in enumerate(zip(found.kept, found.scales, strict=True)):
             delta = delta_of(tile, model)
-            if self.sparsifier is not None:
-                sparsify_(self.sparsifier, delta, tile, kept)
+            sparsify_(self.sparsifier, delta, tile, kept)
             yield delta if scale == 1 else delta.mul_(scale)
 
     def _majority(self, tiles: Tiles, values: Values, found: Found) -> int:
@@ -100,24 +97,32 @@ class Family:
         return 1 if balance > 0 else -1
 
 
-def _add_differences(tile: Tile, base: torch.Tensor, values: Values) -> torch.Tensor:
-    """As Family.apply, where all of every task vector is heard."""
-    weights = weights_of(values, base.dtype)
-    divisor = _divisor(weights, base.dtype) if values.merge["normalize"] else 1.0
-    scale = values.merge["lambda"]
+def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+    """theta_0 + lambda * (sum_t w_t (theta_t - theta_0)) / (sum_t w_t), as Family.apply has it."""
+    assert tile.base is not None
+    base, weights = tile.base, weights_of(values, tile.base.dtype)
+    divisor = _divisor(weights, base.dtype, values)
     if kernels.ready((base, *tile.models)):
+        scale = values.merge["lambda"]
         return kernels.add_differences(base, tile.models, weights, divisor, scale)
-    merged = add_up(weigh_((delta_of(tile, i) for i in range(len(weights))), weights))
+    deltas = (delta_of(tile, model) for model in range(len(weights)))
+    return _add_to(base, add_up(weigh_(deltas, weights)), divisor, values)
+
+
+def _add_to(
+    base: torch.Tensor, merged: torch.Tensor, divisor: float, values: Values
+) -> torch.Tensor:
+    """base + lambda * merged / divisor, in place of `merged`."""
     if divisor != 1:
         merged /= divisor
-    if scale != 1:
-        merged *= scale
+    if values.merge["lambda"] != 1:
+        merged *= values.merge["lambda"]
     return torch.add(base, merged, out=merged)
 
 
-def _divisor(weights: tuple[float, ...], dtype: torch.dtype) -> float:
-    """sum_t w_t, but one if that is next to nothing."""
-    divisor = sum_of(weights, dtype)
+def _divisor(weights: tuple[float, ...], dtype: torch.dtype, values: Values) -> float:
+    """sum_t w_t with `normalize`, but one if that is next to nothing."""
+    divisor = sum_of(weights, dtype) if values.merge["normalize"] else 1.0
     return 1.0 if abs(divisor) < _TINY else divisor
 
 
@@ -146,31 +151,31 @@ _EPSILON = Parameter("epsilon", 0.15, 0.0, 1.0)
 
 def _method(
     name: str,
-    family: Family,
+    family: Family | None,
     normalize: bool = False,
     rescale: bool = False,
     own: Sequence[Parameter] = (),
     more: Sequence[Parameter] = (),
 ) -> Method:
-    """A method of the family with the defaults that mergekit gives it."""
+    """A method of a family, or task arithmetic, with the defaults that mergekit gives it."""
     per_merge = [
         Parameter("normalize", normalize),
         Parameter("rescale", rescale),
         Parameter("lambda", 1.0),
         Parameter("int8_mask", False),  # how mergekit stores its masks; changes no number
         *more,
-        *(_ELECTION if family.elects else ()),
+        *(_ELECTION if family and family.elects else ()),
     ]
     per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
-    apply = by_pieces(family.apply)
-    spreads = family.sparsifier is None and not family.elects
+    apply = by_pieces(family.apply if family else task_arithmetic)
+    survey = family.survey if family else no_survey
     return Method(
-        name, apply, family.survey, per_model, per_merge, needs_base=True, spreads=spreads
+        name, apply, survey, per_model, per_merge, needs_base=True, spreads=family is None
     )
 
 
 METHODS = (
-    _method("task_arithmetic", Family(None, False)),
+    _method("task_arithmetic", None),
     _method("ties", Family(LARGEST, True), normalize=True, more=(_SCOPE, _ROUNDING)),
     _method("dare_linear", Family(AT_RANDOM, False), rescale=True, more=(_RESCALE_BY,)),
     _method("dare_ties", Family(AT_RANDOM, True), rescale=True, more=(_RESCALE_BY,)),

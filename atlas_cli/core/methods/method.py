@@ -49,7 +49,7 @@ class Parameter:
 Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more
 
 
-def _nothing(tiles: Tiles, values: Values) -> None:
+def no_survey(tiles: Tiles, values: Values) -> None:
     """A survey that looks at nothing."""
 
 
@@ -62,7 +62,7 @@ class Method:
 
     name: str
     apply: Callable[[Tile, Values, Any], torch.Tensor]
-    survey: Callable[[Tiles, Values], Any] = _nothing
+    survey: Callable[[Tiles, Values], Any] = no_survey
     per_model: Sequence[Parameter] = ()
     per_merge: Sequence[Parameter] = ()
     needs_base: bool = False
@@ -75,4 +75,4 @@ class Method:
     @property
     def surveys(self) -> bool:
         """Whether a tensor is gone through before its tiles are made."""
-        return self.survey is not _nothing
+        return self.survey is not no_survey
