@@ -102,17 +102,21 @@ class ByMethod:
         return self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
 
     def holding(self, output: Output, room: int) -> ByMethod:
-        """The same maker with the first tiles read: what is surveyed need not be read again."""
+        """The same maker, which keeps the first tiles that it reads, as many as there is room for."""
         spans = output.tiles(whole=self.whole(output))
-        first = spans[: len(spans) * room // self.read_again(output)]
+        first = set(spans[: len(spans) * room // self.read_again(output)])
 
         def hold(model: Model) -> Model:
             tensor = model.tensors[output.name]
-            tiles = {span: tensor.span(*span) for span in first}
+            held: dict[tuple[int, int], torch.Tensor] = {}
 
             def part(start: int, stop: int) -> torch.Tensor:
-                there = tiles.get((start, stop))
-                return tensor.span(start, stop) if there is None else there
+                values = held.get((start, stop))
+                if values is None:
+                    values = tensor.span(start, stop)
+                    if (start, stop) in first:
+                        held[start, stop] = values
+                return values
 
             return Model(model.reference, {output.name: replace(tensor, part=part)})
 
