@@ -102,7 +102,7 @@ class ByMethod:
         return self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
 
     def holding(self, output: Output, room: int) -> ByMethod:
-        """The same maker, which keeps the first tiles that it reads, as many as there is room for."""
+        """The same maker, which keeps the first tiles that it reads, as the room allows."""
         spans = output.tiles(whole=self.whole(output))
         first = set(spans[: len(spans) * room // self.read_again(output)])
 
