@@ -15,9 +15,6 @@ from merging import CONFIG, digests, linear, llama, read_model, write_model, wri
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from atlas_cli.checkpoint import _Place as Checkpointed
-from atlas_cli.merging.makers import ByMethod
-
 Merge = Callable[..., Path]
 ROOMY = ("--memory", "8GB")  # the process of the tests itself is in the budget
 
@@ -227,24 +224,6 @@ def test_a_tensor_of_many_tiles_is_merged_as_one(
     write_model(tmp_path / "m1", one)
     write_model(tmp_path / "m2", two)
     close(read_model(merge(linear(0.5, 0.5))), {"w": 0.5 * one["w"] + 0.5 * two["w"]})
-
-
-@pytest.mark.parametrize("method", ["model_stock", "ties", "dare_ties"])
-def test_inputs_that_are_held_give_the_same_bytes_as_those_read_twice(
-    merge: Merge, monkeypatch: pytest.MonkeyPatch, method: str
-):
-    parameters = {} if method == "model_stock" else {"weight": 0.5, "density": 0.5}
-    models = [{"model": f"./m{n}", "parameters": parameters} for n in (1, 2, 3)]
-    recipe = {"merge_method": method, "base_model": "./base", "models": models}
-    read = []
-    part_of = Checkpointed.read_part
-    monkeypatch.setattr(
-        Checkpointed, "read_part", lambda *given: (read.append(given), part_of(*given))[1]
-    )
-    held, count = digests(merge(recipe, to="held")), len(read)
-    monkeypatch.setattr(ByMethod, "read_again", lambda maker, output: 0)
-    assert digests(merge(recipe, to="twice"))["model.safetensors"] == held["model.safetensors"]
-    assert len(read) > 2 * count  # all of it once again, and more
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed(refused):

@@ -19,10 +19,8 @@ from atlas_cli.merging.makers import CPU, Maker, check_finite, is_finite
 from atlas_cli.merging.part import Part
 from atlas_cli.merging.plan import Output, Plan
 
-# Of glibc's mallopt: keep what was freed, do not map what is small, one heap for all threads.
-_KEEPING = {-1: 1 << 30, -3: 32 << 20, -8: 1}
-_HELD = 64 << 20  # of inputs that are needed again, in each thread
-_RESERVE = 32 << 20  # what the interpreter and torch still take when they begin to work
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
 
 
 class Budget:
@@ -115,20 +113,20 @@ def run(
 ) -> None:
     """Make every piece that is not there yet. `advance` hears of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
-    room = working_memory(limits)
-    budget = Budget(room)
+    budget = Budget(working_memory(limits))
     shared = _Survey(tuple(output for output in plan.outputs if output.merged))
     with _workers(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
         # The largest first, so that no thread is left with a large one at the end.
         for output in sorted(plan.outputs, key=lambda output: -output.bytes):
             survey = shared if maker.together and output.merged else _Survey((output,))
-            pieces = dict(enumerate(output.pieces(whole=maker.whole(output))))
-            for number in [number for number in pieces if (output.number, number) in part.done]:
-                advance(_bytes(output, pieces.pop(number)))
-            for job in _jobs(output, pieces, survey, maker, room // limits.threads):
+            for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
+                if (output.number, number) in part.done:
+                    advance(_bytes(output, spans))
+                    continue
+                job = _Job(output, number, spans, survey)
                 future = pool.submit(_work, job, maker, part, budget, starts[output.file], limits)
-                waiting[future] = sum(_bytes(output, spans) for spans in job.pieces.values())
+                waiting[future] = _bytes(output, spans)
         for future in as_completed(waiting):
             future.result()
             advance(waiting[future])
@@ -138,55 +136,34 @@ def _bytes(output: Output, spans: list[tuple[int, int]]) -> int:
     return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize
 
 
-Pieces = dict[int, list[tuple[int, int]]]  # the tiles of each, by its number
-
-
 @dataclass(frozen=True)
 class _Job:
-    """Pieces of an output for one thread, which may hold all inputs of it meanwhile."""
-
     output: Output
-    pieces: Pieces
+    number: int
+    spans: list[tuple[int, int]]
     survey: _Survey
-    memory: int
-    held: int = 0
-
-
-def _jobs(
-    output: Output, pieces: Pieces, survey: _Survey, maker: Maker, room: int
-) -> Iterator[_Job]:
-    """All pieces together if most of their inputs can be held from a survey to what follows it."""
-    needed, again = maker.need(output), maker.read_again(output)
-    held = min(again, _HELD, room - needed)
-    if pieces and 0 < again <= 2 * held:
-        yield _Job(output, pieces, survey, needed + held, held)
-        return
-    for number, spans in pieces.items():
-        yield _Job(output, {number: spans}, survey, needed)
 
 
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
     output = job.output
-    with budget.take(job.memory):
-        own = maker.holding(output, job.held) if job.held else maker
-        survey = job.survey.by(own)
-        for number, spans in job.pieces.items():
-            for span in spans:
-                values = own.make(output, span, survey)
-                if not limits.allow_nonfinite and not is_finite(values):
-                    own.check_inputs(output, span)  # to name the one that is at fault
-                    check_finite(values, output.name, "the merged model")
-                offset = start + output.start + span[0] * output.dtype.itemsize
-                part.write(output.file, offset, values)
-                del values
-            part.note((output.number, number))
+    with budget.take(maker.need(output)):
+        survey = job.survey.by(maker)
+        for span in job.spans:
+            values = maker.make(output, span, survey)
+            if not limits.allow_nonfinite and not is_finite(values):
+                maker.check_inputs(output, span)  # to name the one that is at fault
+                check_finite(values, output.name, "the merged model")
+            offset = start + output.start + span[0] * output.dtype.itemsize
+            part.write(output.file, offset, values)
+            del values
+    part.note((output.number, job.number))
 
 
 def _keep_freed_memory() -> None:
     """Have the C library use the memory of a tile for the next one, not give it back between."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
-        for option, value in _KEEPING.items():
-            ctypes.CDLL(None).mallopt(option, value)
+        for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 @contextmanager

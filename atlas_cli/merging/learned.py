@@ -58,14 +58,6 @@ class ByCoefficients:
         size = math.prod(self.blocks[self._place(output.name)[0]].shape)
         return size * (12 + 4 * len(self.pool.members))
 
-    def read_again(self, output: Output) -> int:
-        """Everything is read once."""
-        return 0
-
-    def holding(self, output: Output, room: int) -> ByCoefficients:
-        """Itself, which never has to hold anything."""
-        return self
-
     def survey(self, outputs: Sequence[Output]) -> None:
         """A block can be composed right away."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -34,12 +34,6 @@ class Maker(Protocol):
 
     def need(self, output: Output) -> int:
         """The bytes of memory that making a tile of it takes."""
-
-    def read_again(self, output: Output) -> int:
-        """The bytes of inputs that are gone through more than once."""
-
-    def holding(self, output: Output, room: int) -> Maker:
-        """One that has so many bytes of the inputs of an output in memory."""
 
     def survey(self, outputs: Sequence[Output]) -> Any:
         """What has to be known of whole tensors before a tile of them can be made."""
@@ -91,41 +85,9 @@ class ByMethod:
     def need(self, output: Output) -> int:
         """Inputs as they are stored and as they are computed with, and what the formula holds."""
         tile = max(stop - start for start, stop in output.tiles(whole=self.whole(output)))
-        inputs = len(self._inputs) if output.merged else 1
+        inputs = len(self.models) + (self.base is not None) if output.merged else 1
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
-
-    def read_again(self, output: Output) -> int:
-        """All inputs, if the method has a survey of each tensor."""
-        if not output.merged or not self.method.surveys or self.together:
-            return 0
-        return self.layout.tensors[output.name].dtype.itemsize * output.size * len(self._inputs)
-
-    def holding(self, output: Output, room: int) -> ByMethod:
-        """The same maker, which keeps the first tiles that it reads, as the room allows."""
-        spans = output.tiles(whole=self.whole(output))
-        first = set(spans[: len(spans) * room // self.read_again(output)])
-
-        def hold(model: Model) -> Model:
-            tensor = model.tensors[output.name]
-            held: dict[tuple[int, int], torch.Tensor] = {}
-
-            def part(start: int, stop: int) -> torch.Tensor:
-                values = held.get((start, stop))
-                if values is None:
-                    values = tensor.span(start, stop)
-                    if (start, stop) in first:
-                        held[start, stop] = values
-                return values
-
-            return Model(model.reference, {output.name: replace(tensor, part=part)})
-
-        base = hold(self.base) if self.base else None
-        return replace(self, base=base, models=tuple(map(hold, self.models)))
-
-    @property
-    def _inputs(self) -> tuple[Model, ...]:
-        return (*self.models, self.base) if self.base else self.models
 
     def survey(self, outputs: Sequence[Output]) -> Any:
         """Whatever the method looks for in whole tensors."""

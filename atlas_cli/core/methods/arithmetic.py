@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,7 @@ from atlas_cli.core import kernels
 from atlas_cli.core.methods.bands import LARGEST, MIDDLE
 from atlas_cli.core.methods.dropping import AT_RANDOM, BY_RANK
 from atlas_cli.core.methods.election import Rules, elected_signs, merge_elected, weigh_
-from atlas_cli.core.methods.method import (
-    Method,
-    Parameter,
-    Tile,
-    Tiles,
-    Values,
-    no_survey,
-)
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.sparsify import (
     Sparsifier,
     delta_of,
@@ -167,11 +160,12 @@ def _method(
         *(_ELECTION if family and family.elects else ()),
     ]
     per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
-    apply = by_pieces(family.apply if family else task_arithmetic)
-    survey = family.survey if family else no_survey
-    return Method(
-        name, apply, survey, per_model, per_merge, needs_base=True, spreads=family is None
+    method = Method(
+        name, by_pieces(task_arithmetic), per_model=per_model, per_merge=per_merge, needs_base=True
     )
+    if family is None:
+        return replace(method, spreads=True)
+    return replace(method, apply=by_pieces(family.apply), survey=family.survey)
 
 
 METHODS = (

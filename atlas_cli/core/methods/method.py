@@ -49,10 +49,6 @@ class Parameter:
 Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more
 
 
-def no_survey(tiles: Tiles, values: Values) -> None:
-    """A survey that looks at nothing."""
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to merge. `survey` looks at the whole tensor, as often as it must, and may keep a few
@@ -62,7 +58,7 @@ class Method:
 
     name: str
     apply: Callable[[Tile, Values, Any], torch.Tensor]
-    survey: Callable[[Tiles, Values], Any] = no_survey
+    survey: Callable[[Tiles, Values], Any] = lambda tiles, values: None
     per_model: Sequence[Parameter] = ()
     per_merge: Sequence[Parameter] = ()
     needs_base: bool = False
@@ -71,8 +67,3 @@ class Method:
     spreads: bool = False
     ignores_base: bool = False  # a base is one of the models, as linear has it
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def surveys(self) -> bool:
-        """Whether a tensor is gone through before its tiles are made."""
-        return self.survey is not no_survey
