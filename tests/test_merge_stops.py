@@ -126,6 +126,7 @@ def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
     first.close()
     journal = tmp_path / ".out.part" / "journal"
     journal.write_text(journal.read_text() + "4 ")  # killed within a line
+    (journal.parent / ".README.md.part").touch()  # or while it wrote what stands beside the weights
     again = Part(tmp_path / "out", "same", FILES)
     assert again.done == {(0, 0), (3, 1)}
     assert (tmp_path / ".out.part" / "w.safetensors").read_bytes()[8:16] == bytes(

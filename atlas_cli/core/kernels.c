@@ -5,13 +5,12 @@
  * kernels.py calls these functions by their addresses; each has one form for every instruction
  * set named below, from kernels.h, and the one that the processor can run is taken.
  *
- * Arithmetic is float32. Nothing is contracted into a fused operation except where fmaf is
+ * Arithmetic is float32. Nothing is contracted into a fused operation except where FMA is
  * written, so that merged models are the same bits on every processor.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
-#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

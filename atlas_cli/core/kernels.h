@@ -83,6 +83,17 @@ INLINE double NAME(total)(floats lanes) {
         if (left) call;                                                    \
     } while (0)
 
+/* The same for `call` of the floating point type that `type` is. */
+#define BY_TYPE(first, last, call)          \
+    do {                                    \
+        if (type == BF16)                   \
+            EACH(first, last, call(BF16));  \
+        else if (type == F16)               \
+            EACH(first, last, call(F16));   \
+        else                                \
+            EACH(first, last, call(F32));   \
+    } while (0)
+
 /* out = (w_1 x_1 + ... + w_n x_n) / divisor, from left to right, rounded once. */
 INLINE void NAME(weighted_sum_at)(int type, const void *const *terms, const float *weights,
                                   int count, float divisor, void *out, ptrdiff_t i, int parts,
@@ -102,12 +113,7 @@ INLINE void NAME(weighted_sum_at)(int type, const void *const *terms, const floa
 TARGET static void NAME(weighted_sum)(int type, const void *const *terms, const float *weights,
                                       int count, float divisor, void *out, ptrdiff_t size) {
 #define CALL(type) NAME(weighted_sum_at)(type, terms, weights, count, divisor, out, i, parts, left)
-    if (type == BF16)
-        EACH(0, size, CALL(BF16));
-    else if (type == F16)
-        EACH(0, size, CALL(F16));
-    else
-        EACH(0, size, CALL(F32));
+    BY_TYPE(0, size, CALL);
 #undef CALL
 }
 
@@ -144,12 +150,7 @@ TARGET static void NAME(add_differences)(int type, const void *base, const void 
                                          float scale, void *out, ptrdiff_t size) {
 #define CALL(type)                                                                             \
     NAME(add_differences_at)(type, base, models, weights, count, divisor, scale, out, i, parts, left)
-    if (type == BF16)
-        EACH(0, size, CALL(BF16));
-    else if (type == F16)
-        EACH(0, size, CALL(F16));
-    else
-        EACH(0, size, CALL(F32));
+    BY_TYPE(0, size, CALL);
 #undef CALL
 }
 
@@ -231,12 +232,7 @@ INLINE void NAME(products_many)(int type, const void *origin, const void *const 
     for (int t = 0; t < count; t++) {
 #define CALL(type) \
     NAME(widen_at)(type, terms[t], origin, first, room + t * SUMMED, i, parts, left)
-        if (type == BF16)
-            EACH(0, last - first, CALL(BF16));
-        else if (type == F16)
-            EACH(0, last - first, CALL(F16));
-        else
-            EACH(0, last - first, CALL(F32));
+        BY_TYPE(0, last - first, CALL);
 #undef CALL
     }
     for (int s = 0; s < count; s++)
@@ -364,6 +360,7 @@ TARGET static void NAME(dot_vectors)(int type, const void *const *vectors, const
 #undef INLINE
 #undef PARTS
 #undef EACH
+#undef BY_TYPE
 #undef floats
 #undef words
 #undef halves

@@ -168,6 +168,8 @@ class _Stored:
 
 def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) -> list[_Stored]:
     """A range of a stack, those of one storage together; empty if it has to be expanded first."""
+    if span[0] == span[1]:
+        return []
     match stack:
         case DenseStack(members, values):
             every = list(range(len(members)))

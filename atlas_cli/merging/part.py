@@ -60,11 +60,14 @@ class Part:
             (self.folder / name).is_file() and (self.folder / name).stat().st_size == length
             for name, length in files.items()
         )
-        if lines and first == identity and here:  # the last line may be cut short: it is no piece
-            return {(int(a), int(b)) for a, b in (line.split() for line in lines[:-1])}
+        same = bool(lines) and first == identity and here
+        # What stands beside the weights is written last, and anew: it may have been cut short.
+        kept = {_JOURNAL, *files} if same else {_JOURNAL}
         for path in self.folder.iterdir():
-            if path.name != _JOURNAL:
+            if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if same:  # the last line may be cut short: it is no piece
+            return {(int(a), int(b)) for a, b in (line.split() for line in lines[:-1])}
         os.ftruncate(self._journal, 0)
         os.write(self._journal, f"{identity}\n".encode())
         return set()
