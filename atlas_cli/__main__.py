@@ -66,7 +66,7 @@ def run() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit as the interpreter does, but leave modules as they are: torch's take half a second."""
+    """Exit as the interpreter does, but leave modules as they are: torch has very many."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
