@@ -316,7 +316,7 @@ INLINE void NAME(dot_few)(int type, int few, const struct pass *pass, const floa
 }
 
 /* Go through rows and columns a chunk at a time, and through all vectors a few at a time. In the
- * body `pass` says which vectors, and [first, last) is a part of `row`, `from_chunk` on in it. */
+ * body `pass` says which vectors, and [first, last) is the part of `row` in the chunk. */
 #define EACH_CHUNK(body)                                                                       \
     ptrdiff_t high = width < CHUNK ? CHUNK / width : 1, wide = width < CHUNK ? width : CHUNK;  \
     for (ptrdiff_t top = 0; top < rows; top += high)                                           \

@@ -17,7 +17,7 @@ import torch
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
-_SUMMED = 2048  # elements of a row that `products` widens at a time
+_SUMMED = 2048  # as in kernels.c: the room that `products` needs for each term
 _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_ssize_t, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "weighted_sum": (_int, _pointer, _pointer, _int, _float, _pointer, _long),
