@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from atlas_cli.core.operands import Place
 from atlas_cli.errors import CheckpointError
 from atlas_cli.files import whole_file
 from atlas_cli.pickles import open_pickle
@@ -57,12 +58,11 @@ def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a file keeps the bytes of a tensor. `stamp` tells whether it is still that file."""
+class _Stored:
+    """A tensor in a file."""
 
     path: Path
-    stamp: tuple[int, ...]
-    start: int
+    place: Place
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -71,8 +71,8 @@ class _Place:
         count = math.prod(self.shape)
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        page = self.start - self.start % mmap.ALLOCATIONGRANULARITY
-        offset, length = self.start - page, self.start - page + count * self.dtype.itemsize
+        offset = self.place.start % mmap.ALLOCATIONGRANULARITY
+        page, length = self.place.start - offset, offset + count * self.dtype.itemsize
         with self._opened() as file:
             mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
         if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
@@ -86,7 +86,7 @@ class _Place:
         content: Any = values.view(torch.uint8).numpy() if len(values) else b""
         room = memoryview(content)
         with self._opened() as file:
-            file.seek(self.start + start * self.dtype.itemsize)
+            file.seek(self.place.start + start * self.dtype.itemsize)
             while len(room):
                 if not (count := file.readinto(room)):
                     raise CheckpointError(f"{self.path}: ended while it was being read")
@@ -97,7 +97,7 @@ class _Place:
     def _opened(self) -> Iterator[FileIO]:
         """The file, if it is still the one whose header was read."""
         with _explained(self.path), FileIO(self.path) as file:
-            if _stamp(file) != self.stamp:
+            if _stamp(file) != self.place.stamp:
                 raise CheckpointError(f"{self.path}: changed while it was being read")
             yield file
 
@@ -115,8 +115,9 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
         shape = tuple(entry["shape"])
-        place = _Place(path, stamp, start + entry["data_offsets"][0], shape, dtype)
-        tensors[name] = LazyTensor(shape, dtype, place.read, place.read_part)
+        place = Place(os.fsencode(path), stamp, start + entry["data_offsets"][0])
+        stored = _Stored(path, place, shape, dtype)
+        tensors[name] = LazyTensor(shape, dtype, stored.read, stored.read_part, place)
     return tensors
 
 
@@ -145,7 +146,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stamp(file: BinaryIO | FileIO) -> tuple[int, ...]:
+def _stamp(file: BinaryIO | FileIO) -> tuple[int, int, int, int]:
     status = os.fstat(file.fileno())
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from atlas_cli.add import own_tables
-from atlas_cli.core.methods.method import Tile, Values
+from atlas_cli.core.methods.method import Values, tile_of
 from atlas_cli.core.methods.registry import METHODS as FORMULAS
 from atlas_cli.core.storage import decode
 from atlas_cli.learning import Prepared, Setting
@@ -115,7 +115,7 @@ def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, 
             int.from_bytes(seed, "big"),
             depths[name],
         )
-        tile = Tile(name, 0, tuple(base.shape), base, models)
+        tile = tile_of(name, 0, tuple(base.shape), base, models)
         survey = formula.survey(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
         found[name] = formula.apply(tile, values, survey).reshape(base.shape)
     return found

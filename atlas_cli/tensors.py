@@ -7,15 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
+from atlas_cli.core.operands import Place
+
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A named tensor that has not been read yet. `part` reads some of its elements alone."""
+    """A named tensor that has not been read yet. `part` reads some of its elements alone.
+
+    `place` tells where its elements are, if a file has them as memory would.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     part: Callable[[int, int], torch.Tensor] | None = None
+    place: Place | None = None
 
     def span(self, start: int, stop: int) -> torch.Tensor:
         """The elements from `start` to `stop`, flat. Without `part` the whole tensor is read."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.methods.method import Method, Parameter, Tile, Values
+from atlas_cli.core.methods.method import Method, Parameter, Tile, Values, tile_of
 from atlas_cli.core.methods.registry import METHODS
 
 
@@ -25,7 +25,7 @@ def cut(
     for first in range(0, shape[0] if shape else 1, rows):
         part = None if base is None else rows_of(base, first, rows)
         parts = tuple(rows_of(model, first, rows) for model in models)
-        yield Tile(name, first * width, shape, part, parts)
+        yield tile_of(name, first * width, shape, part, parts)
 
 
 def resolve(method: Method, count: int, parameters: Mapping[str, Any], seed: int) -> Values:

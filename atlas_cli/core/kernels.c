@@ -47,6 +47,8 @@ static inline struct pass pass_of(const void *const *vectors, int v, int count,
     return pass;
 }
 
+#include "terms.h"
+
 static int level;
 
 #if defined(__x86_64__)
@@ -126,20 +128,55 @@ EXPORT int atlas_take_level(int most) {
     return level = best < most ? best : most;
 }
 
-EXPORT void atlas_weighted_sum(int type, const void *const *terms, const float *weights, int count,
-                               float divisor, void *out, ptrdiff_t size) {
-    RUN(weighted_sum, type, terms, weights, count, divisor, out, size);
+/* Run `call` on `some` elements of all terms at reader.at, from `first` on, until there are no more;
+ * return whether all could be read. */
+#define EACH_BLOCK(call)                                                            \
+    do {                                                                            \
+        struct reader reader;                                                       \
+        int whole = open_terms(&reader, type, terms, count, size);                  \
+        if (!whole) return 0;                                                       \
+        for (ptrdiff_t first = 0; whole && first < size; first += reader.block) {   \
+            ptrdiff_t some = size - first < reader.block ? size - first : reader.block; \
+            if ((whole = read_terms(&reader, first, some))) call;                   \
+        }                                                                           \
+        close_terms(&reader);                                                       \
+        return whole;                                                               \
+    } while (0)
+
+EXPORT int atlas_weighted_sum(int type, const struct term *terms, const float *weights, int count,
+                              float divisor, char *out, ptrdiff_t size) {
+    EACH_BLOCK(RUN(weighted_sum, type, reader.at, weights, count, divisor,
+                   out + first * reader.size, some));
 }
 
-EXPORT void atlas_add_differences(int type, const void *base, const void *const *models,
-                                  const float *weights, int count, float divisor, float scale,
-                                  void *out, ptrdiff_t size) {
-    RUN(add_differences, type, base, models, weights, count, divisor, scale, out, size);
+/* The first term is the base. */
+EXPORT int atlas_add_differences(int type, const struct term *terms, const float *weights,
+                                 int count, float divisor, float scale, char *out,
+                                 ptrdiff_t size) {
+    EACH_BLOCK(RUN(add_differences, type, reader.at[0], reader.at + 1, weights, count - 1, divisor,
+                   scale, out + first * reader.size, some));
 }
 
-EXPORT void atlas_products(int type, const void *origin, const void *const *terms, int count,
-                           ptrdiff_t rows, ptrdiff_t width, float *room, double *sums) {
-    RUN(products, type, origin, terms, count, rows, width, room, sums);
+/* `origins` is 1 if the first term is what the others are measured from, else 0. A block has whole
+ * rows, or is a part of one that ends where a partial sum does. */
+EXPORT int atlas_products(int type, const struct term *terms, int count, int origins,
+                          ptrdiff_t rows, ptrdiff_t width, float *room, double *sums) {
+    struct reader reader;
+    int whole = open_terms(&reader, type, terms, count, rows * width);
+    if (!whole) return 0;
+    ptrdiff_t high = width < reader.block ? reader.block / (width ? width : 1) : 1;
+    ptrdiff_t wide = width < reader.block ? width : reader.block;
+    for (ptrdiff_t row = 0; whole && row < rows; row += high) {
+        ptrdiff_t some = rows - row < high ? rows - row : high;
+        for (ptrdiff_t begin = 0; whole && begin < width; begin += wide) {
+            ptrdiff_t part = width - begin < wide ? width - begin : wide;
+            if ((whole = read_terms(&reader, row * width + begin, some * part)))
+                RUN(products, type, origins ? reader.at[0] : NULL, reader.at + origins,
+                    count - origins, some, part, room, sums);
+        }
+    }
+    close_terms(&reader);
+    return whole;
 }
 
 EXPORT void atlas_add_vectors(int type, const void *const *vectors, const float *weights, int count,

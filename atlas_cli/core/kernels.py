@@ -15,20 +15,31 @@ from functools import cache
 
 import torch
 
+from atlas_cli.core.operands import Operands
+
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
 _SUMMED = 2048  # as in kernels.c: the room that `products` needs for each term
 _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_ssize_t, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "weighted_sum": (_int, _pointer, _pointer, _int, _float, _pointer, _long),
-    "add_differences": (
-        *(_int, _pointer, _pointer, _pointer, _int, _float, _float, _pointer, _long),
-    ),
-    "products": (_int, _pointer, _pointer, _int, _long, _long, _pointer, _pointer),
+    "add_differences": (_int, _pointer, _pointer, _int, _float, _float, _pointer, _long),
+    "products": (_int, _pointer, _int, _int, _long, _long, _pointer, _pointer),
     "add_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
     "dot_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
     "sort_rows": (_pointer, _pointer, _long, _long, _long, _pointer),
 }
+
+
+class _Term(ctypes.Structure):
+    """Where the elements of a term are: in memory, or in a file."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("path", ctypes.c_char_p),
+        ("stamp", ctypes.c_int64 * 4),
+        ("offset", ctypes.c_int64),
+    )
 
 
 @cache
@@ -43,7 +54,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, signature in _SIGNATURES.items():
         function = getattr(found, f"atlas_{name}")
-        function.argtypes, function.restype = signature, None
+        function.argtypes, function.restype = signature, ctypes.c_int
     return found if found.atlas_take_level(_BEST) else None
 
 
@@ -57,51 +68,44 @@ def ready(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def weighted_sum(
-    terms: Sequence[torch.Tensor], weights: Sequence[float], divisor: float
-) -> torch.Tensor:
-    """(w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once."""
-    out = torch.empty_like(terms[0])
-    _run(
-        "weighted_sum",
-        *(_TYPES[out.dtype], _places(terms), _numbers(weights), len(terms), divisor),
-        *(out.data_ptr(), out.numel()),
-    )
-    return out
+def weighted_sum(terms: Operands, weights: Sequence[float], divisor: float) -> torch.Tensor | None:
+    """(w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once.
+
+    None if the loops do not take the terms, or cannot read them; so are the next two.
+    """
+    if (places := _terms(terms)) is None:
+        return None
+    out = torch.empty(terms.shape, dtype=terms.dtype)
+    given = _TYPES[terms.dtype], places, _numbers(weights), len(places), divisor
+    return out if _run("weighted_sum", *given, out.data_ptr(), out.numel()) else None
 
 
 def add_differences(
-    base: torch.Tensor,
-    models: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    divisor: float,
-    scale: float,
-) -> torch.Tensor:
-    """base + scale * (sum_t w_t (x_t - base)) / divisor, every step in the dtype of the base."""
-    out = torch.empty_like(base)
-    _run(
-        "add_differences",
-        *(_TYPES[out.dtype], base.data_ptr(), _places(models), _numbers(weights), len(models)),
-        *(divisor, scale, out.data_ptr(), out.numel()),
-    )
-    return out
+    terms: Operands, weights: Sequence[float], divisor: float, scale: float
+) -> torch.Tensor | None:
+    """x_0 + scale * (sum_t w_t (x_t - x_0)) / divisor, every step in the dtype of the terms."""
+    if (places := _terms(terms)) is None:
+        return None
+    out = torch.empty(terms.shape, dtype=terms.dtype)
+    given = _TYPES[terms.dtype], places, _numbers(weights), len(places), divisor, scale
+    return out if _run("add_differences", *given, out.data_ptr(), out.numel()) else None
 
 
-def products(terms: Sequence[torch.Tensor], origin: torch.Tensor | None) -> list[float]:
-    """<x_s - origin, x_t - origin> for s <= t; rows in float32, their sums in float64.
+def products(terms: Operands, *, from_first: bool) -> list[float] | None:
+    """<x_s, x_t> for s <= t; rows in float32, their sums in float64.
 
-    The elements of a vector are rows of their own.
+    The elements of a vector are rows of their own. With `from_first`, x are the differences of the
+    other terms from the first.
     """
-    count, first = len(terms), terms[0]
-    rows, width = (len(first), math.prod(first.shape[1:])) if first.ndim else (1, 1)
+    if (places := _terms(terms)) is None:
+        return None
+    count = len(places) - from_first
+    rows, width = (terms.shape[0], math.prod(terms.shape[1:])) if terms.shape else (1, 1)
     sums = torch.zeros(count * (count + 1) // 2, dtype=torch.float64)
     room = torch.empty(count, _SUMMED)
-    _run(
-        "products",
-        *(_TYPES[first.dtype], None if origin is None else origin.data_ptr(), _places(terms)),
-        *(count, rows, width, room.data_ptr(), sums.data_ptr()),
-    )
-    return list(sums.tolist())
+    given = _TYPES[terms.dtype], places, len(places), from_first, rows, width
+    read = _run("products", *given, room.data_ptr(), sums.data_ptr())
+    return list(sums.tolist()) if read else None
 
 
 def add_vectors(
@@ -139,8 +143,22 @@ def sort_rows(magnitudes: torch.Tensor, out: torch.Tensor) -> None:
     _run("sort_rows", *places, rows, width, out.stride(0), room.data_ptr())
 
 
-def _run(name: str, *arguments: object) -> None:
-    getattr(library(), f"atlas_{name}")(*arguments)
+def _run(name: str, *arguments: object) -> int:
+    found: int = getattr(library(), f"atlas_{name}")(*arguments)
+    return found
+
+
+def _terms(terms: Operands) -> ctypes.Array[_Term] | None:
+    """Where the terms are; None if the loops do not take them."""
+    if terms.dtype not in _TYPES or library() is None:
+        return None
+    if terms.places:
+        found = [_Term(None, place.path, place.stamp, place.start) for place in terms.places]
+    elif ready(terms.tensors):
+        found = [_Term(tensor.data_ptr()) for tensor in terms.tensors]
+    else:
+        return None
+    return (_Term * len(found))(*found)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

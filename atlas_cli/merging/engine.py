@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,25 +116,45 @@ def run(
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
     budget = Budget(working_memory(limits))
     shared = _Survey(tuple(output for output in plan.outputs if output.merged))
+    work: list[list[_Job]] = []
+    # The largest first, so that no thread is left with a large one at the end.
+    for output in sorted(plan.outputs, key=lambda output: -output.bytes):
+        survey = shared if maker.together and output.merged else _Survey((output,))
+        jobs = []
+        for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
+            if (output.number, number) in part.done:
+                advance(_bytes(output, spans))
+            else:
+                jobs.append(_Job(output, number, spans, survey))
+        work += [jobs] if jobs else []
     with _workers(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
-        # The largest first, so that no thread is left with a large one at the end.
-        for output in sorted(plan.outputs, key=lambda output: -output.bytes):
-            survey = shared if maker.together and output.merged else _Survey((output,))
-            for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
-                if (output.number, number) in part.done:
-                    advance(_bytes(output, spans))
-                    continue
-                job = _Job(output, number, spans, survey)
-                future = pool.submit(_work, job, maker, part, budget, starts[output.file], limits)
-                waiting[future] = _bytes(output, spans)
+        for job in _surveys_ahead(work, limits.threads):
+            if job.spans:
+                start = starts[job.output.file]
+                future = pool.submit(_work, job, maker, part, budget, start, limits)
+            else:
+                future = pool.submit(_survey, job, maker, budget)
+            waiting[future] = _bytes(job.output, job.spans)
         for future in as_completed(waiting):
             future.result()
             advance(waiting[future])
 
 
+def _surveys_ahead(work: list[list[_Job]], threads: int) -> Iterator[_Job]:
+    """All jobs, and before them one without spans that surveys the output.
+
+    It comes so early that no thread waits while another one surveys what both work on.
+    """
+    ahead = (replace(jobs[0], spans=[]) for jobs in work)
+    yield from islice(ahead, threads - 1)
+    for jobs in work:
+        yield from islice(ahead, 1)
+        yield from jobs
+
+
 def _bytes(output: Output, spans: list[tuple[int, int]]) -> int:
-    return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize
+    return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize if spans else 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +163,11 @@ class _Job:
     number: int
     spans: list[tuple[int, int]]
     survey: _Survey
+
+
+def _survey(job: _Job, maker: Maker, budget: Budget) -> None:
+    with budget.take(maker.need(job.output)):
+        job.survey.by(maker)
 
 
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:

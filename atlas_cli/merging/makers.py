@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from atlas_cli.core.methods.method import Method, Tile, Values
+from atlas_cli.core.operands import Operands, Place, in_memory
 from atlas_cli.errors import CheckpointError
 from atlas_cli.merging.parameters import Resolved
 from atlas_cli.merging.plan import Output
@@ -122,18 +123,26 @@ class ByMethod:
         return Values(own.models, own.merge, int.from_bytes(seed, "big"), own.depth)
 
     def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
-        def read(model: Model) -> torch.Tensor:
-            values = model.tensors[output.name].span(*span)
-            if check:
-                check_finite(values, output.name, model.reference)
-            rows = values if self.together else shaped(values, output)
-            return rows.to(self.how.device, output.compute)
+        models = (self.base, *self.models) if self.base else self.models
+        tensors = [model.tensors[output.name] for model in models]
+        rows = (span[1] - span[0],) if self.together else shape_of(output, span)
 
-        base = read(self.base) if self.base else None
+        def read() -> Iterator[torch.Tensor]:
+            for model, tensor in zip(models, tensors, strict=True):
+                values = tensor.span(*span)
+                if check:
+                    check_finite(values, output.name, model.reference)
+                yield values.reshape(rows).to(self.how.device, output.compute)
+
+        on_cpu = self.how.device == CPU
+        places = _places(tensors, span[0], output.compute) if on_cpu else ()
+        inputs = Operands(rows, output.compute, lambda: list(read()), places)
+        if check:
+            inputs = in_memory(inputs.tensors)
         start, shape = span[0], output.shape
         if self.together:
             start, shape = start + self._starts[output.name], (self._starts[""],)
-        return Tile(output.name, start, shape, base, tuple(map(read, self.models)))
+        return Tile(output.name, start, shape, inputs, self.base is not None)
 
     @cached_property
     def _starts(self) -> dict[str, int]:
@@ -142,11 +151,22 @@ class ByMethod:
         return dict(zip([*self.resolved, ""], accumulate(sizes, initial=0), strict=True))
 
 
-def shaped(values: torch.Tensor, output: Output) -> torch.Tensor:
+def shape_of(output: Output, span: tuple[int, int]) -> tuple[int, ...]:
     """Whole rows in the shape of rows; what has no rows stays flat, and a scalar is a scalar."""
-    if not output.shape:
-        return values.reshape(())
-    return values.reshape(-1, *output.shape[1:]) if len(output.shape) > 1 else values
+    if len(output.shape) < 2:
+        return (span[1] - span[0],) if output.shape else ()
+    row = math.prod(output.shape[1:])
+    return ((span[1] - span[0]) // row if row else output.shape[0], *output.shape[1:])
+
+
+def _places(tensors: Sequence[LazyTensor], first: int, dtype: torch.dtype) -> tuple[Place, ...]:
+    """Where files have the elements from `first` on; nothing if one has them in another form."""
+    found = [
+        replace(tensor.place, start=tensor.place.start + first * dtype.itemsize)
+        for tensor in tensors
+        if tensor.place and tensor.dtype == dtype
+    ]
+    return tuple(found) if len(found) == len(tensors) else ()
 
 
 def copied(

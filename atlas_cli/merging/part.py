@@ -36,6 +36,7 @@ class Part:
         self._journal = os.open(self.folder / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._writing = {name: threading.Lock() for name in files}
         self._claim()
         try:
             self.done = self._resume(identity, files)
@@ -78,10 +79,13 @@ class Part:
         self.write_bytes(file, offset, memoryview(content))
 
     def write_bytes(self, file: str, offset: int, content: memoryview | bytes) -> None:
-        """Put bytes at an offset of a file."""
-        while len(content):
-            count = os.pwrite(self._files[file], content, offset)
-            content, offset = content[count:], offset + count
+        """Put bytes at an offset of a file: one thread at a time, as the system would have it, but
+        those that wait do so without work.
+        """
+        with self._writing[file]:
+            while len(content):
+                count = os.pwrite(self._files[file], content, offset)
+                content, offset = content[count:], offset + count
 
     def note(self, piece: Piece) -> None:
         """Say that a piece is in its file."""

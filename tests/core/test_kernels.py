@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from tiles import merge
 
 from atlas_cli.core import kernels
+from atlas_cli.core.operands import Operands, Place, in_memory
 from atlas_cli.core.stacks import DenseStack, MappedStack, QuantisedStack, add, dot
 from atlas_cli.core.storage import Dense, decode, quantise
 
@@ -111,7 +116,7 @@ def test_numbers_at_the_ends_are_rounded_as_torch_does(
 @pytest.mark.parametrize("origin", [False, True])
 def test_products_are_those_of_every_pair(level: int, count: int, origin: bool):
     start, *terms = (values.view(4, -1) for values in near(4 * 3000, torch.bfloat16, count))
-    found = kernels.products(terms, start if origin else None)
+    found = kernels.products(in_memory([start, *terms][not origin :]), from_first=origin)
     exact = [t.double().flatten() - origin * start.double().flatten() for t in terms]
     pairs = list(combinations_with_replacement(exact, 2))
     scale = max(float(s @ s) for s in exact)
@@ -127,8 +132,8 @@ def test_every_form_gives_the_same_bits_for_models_and_nearly_the_same_sums():
         library.atlas_take_level(wanted)
         found.append(
             (
-                kernels.products(terms, None),
-                kernels.weighted_sum(terms, [0.1, 0.2, 0.3, 0.4], 3.0).tolist(),
+                kernels.products(in_memory(terms), from_first=False),
+                kernels.weighted_sum(in_memory(terms), [0.1, 0.2, 0.3, 0.4], 3.0).tolist(),
                 kernels.dot_vectors(terms, None, random(4999)).tolist(),
             )
         )
@@ -137,6 +142,85 @@ def test_every_form_gives_the_same_bits_for_models_and_nearly_the_same_sums():
     for one, other in pairwise(found):
         assert one[0] == pytest.approx(other[0], rel=1e-6)
         assert one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+# Files ------------------------------------------------------------------------------------------
+
+
+def in_files(folder: Path, tensors: list[torch.Tensor]) -> Operands:
+    """The same operands in files, each somewhere else, which nothing but the loops may read."""
+    places = []
+    for number, tensor in enumerate(tensors):
+        path, before = folder / f"{number}.bin", bytes(8 * number)
+        path.write_bytes(before + tensor.view(torch.uint8).numpy().tobytes() + b"after")
+        now = path.stat()
+        stamp = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+        places.append(Place(os.fsencode(path), stamp, len(before)))
+
+    def read() -> NoReturn:
+        raise AssertionError("was read into memory")
+
+    return Operands(tuple(tensors[0].shape), tensors[0].dtype, read, tuple(places))
+
+
+@pytest.mark.parametrize("shape", [(0,), (7,), (3, 5000), (2, 150_000), (300, 513), (2, 3, 33)])
+@pytest.mark.parametrize("count", [2, 4, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_read_from_files_meanwhile_gives_the_same_bits(
+    tmp_path: Path, shape: tuple[int, ...], count: int, dtype: torch.dtype
+):
+    tensors = [t.view(shape) for t in near(math.prod(shape), dtype, count - 1)]
+    here, there = in_memory(tensors), in_files(tmp_path, tensors)
+    weights = [0.5 / (i + 1) for i in range(count)]
+    for function, *given in (
+        (kernels.weighted_sum, weights, 3.0),
+        (kernels.add_differences, weights[1:], 1.5, 0.7),
+    ):
+        assert torch.equal(bits_of(function(here, *given)), bits_of(function(there, *given)))
+    for first in (False, True):
+        found = kernels.products(there, from_first=first)
+        assert found == kernels.products(here, from_first=first)
+
+
+def test_rows_of_files_are_the_rows_of_their_tensors(tmp_path: Path):
+    tensors = [values.view(8, 5) for values in near(40, torch.bfloat16)]
+    rows = in_files(tmp_path, tensors).rows(3, 20)
+    wanted = kernels.weighted_sum(in_memory([tensor[3:] for tensor in tensors]), [0.25] * 4, 1.0)
+    assert rows.shape == (5, 5)
+    assert torch.equal(kernels.weighted_sum(rows, [0.25] * 4, 1.0), wanted)
+
+
+@pytest.mark.parametrize("harm", ["gone", "longer", "touched", "replaced"])
+def test_a_file_that_is_not_the_same_any_more_is_not_read(tmp_path: Path, harm: str):
+    tensors = near(5000, torch.float32, 1)
+    terms = in_files(tmp_path, tensors)
+    path = tmp_path / "1.bin"
+    content = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    elif harm == "longer":
+        path.write_bytes(content + b"more")
+    elif harm == "touched":
+        os.utime(path, ns=(0, 0))
+    else:
+        other = tmp_path / "other"
+        other.write_bytes(content)
+        os.utime(other, ns=(0, path.stat().st_mtime_ns))
+        other.replace(path)
+    assert kernels.weighted_sum(terms, [0.5, 0.5], 1.0) is None
+    assert kernels.add_differences(terms, [0.5], 1.0, 1.0) is None
+    assert kernels.products(terms, from_first=False) is None
+
+
+def test_files_are_closed_when_they_have_been_read_and_when_they_could_not_be(tmp_path: Path):
+    terms = in_files(tmp_path, near(5000, torch.float32))
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(2):
+        for _ in range(20):
+            kernels.weighted_sum(terms, [0.25] * 4, 1.0)
+            kernels.products(terms, from_first=True)
+        (tmp_path / "3.bin").unlink(missing_ok=True)
+    assert len(list(Path("/dev/fd").iterdir())) == before
 
 
 # Vectors ----------------------------------------------------------------------------------------

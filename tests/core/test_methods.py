@@ -9,7 +9,7 @@ import torch
 from tiles import cut, merge, resolve
 
 from atlas_cli.core.methods.barycentre import karcher_coefficients
-from atlas_cli.core.methods.method import Tile, Values
+from atlas_cli.core.methods.method import Values, tile_of
 from atlas_cli.core.methods.registry import METHODS
 from atlas_cli.core.methods.tiling import PIECE, all_pieces
 from atlas_cli.errors import UsageError
@@ -99,7 +99,7 @@ def test_nothing_merges_into_nothing(name: str, shape: tuple[int, ...]):
     base, models = inputs(name, *shape)
     method = METHODS[name]
     values = resolve(method, len(models), given(name), 0)
-    tile = Tile("weight", 0, shape, base, tuple(models))
+    tile = tile_of("weight", 0, shape, base, tuple(models))
     found = method.survey(lambda: iter([tile]), values)
     assert method.apply(tile, values, found).shape == shape
 

@@ -10,7 +10,7 @@ from tiles import cut, merge
 
 from atlas_cli.core.methods.chance import LEVELS, Dice, draw
 from atlas_cli.core.methods.dropping import AT_RANDOM, BY_RANK
-from atlas_cli.core.methods.method import Tile, Values
+from atlas_cli.core.methods.method import Values, tile_of
 from atlas_cli.core.methods.sparsify import Sparsifier, delta_of
 from atlas_cli.errors import UsageError
 
@@ -163,6 +163,6 @@ def test_a_tile_alone_knows_its_draws():
         lambda: cut(model * 0, [model], 1000), Values(({"density": 0.5},), {})
     )[0]
     part = model[700:800].clone()
-    tile = Tile("weight", 700 * 300, (1000, 300), part * 0, (part,))
+    tile = tile_of("weight", 700 * 300, (1000, 300), part * 0, (part,))
     AT_RANDOM.keep_(part, tile, chance)
     assert torch.equal(part != 0, whole[700:800])

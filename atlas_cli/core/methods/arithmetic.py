@@ -92,14 +92,13 @@ class Family:
 
 def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + lambda * (sum_t w_t (theta_t - theta_0)) / (sum_t w_t), as Family.apply has it."""
+    weights, scale = weights_of(values, tile.dtype), values.merge["lambda"]
+    divisor = _divisor(weights, tile.dtype, values)
+    if (found := kernels.add_differences(tile.inputs, weights, divisor, scale)) is not None:
+        return found
     assert tile.base is not None
-    base, weights = tile.base, weights_of(values, tile.base.dtype)
-    divisor = _divisor(weights, base.dtype, values)
-    if kernels.ready((base, *tile.models)):
-        scale = values.merge["lambda"]
-        return kernels.add_differences(base, tile.models, weights, divisor, scale)
     deltas = (delta_of(tile, model) for model in range(len(weights)))
-    return _add_to(base, add_up(weigh_(deltas, weights)), divisor, values)
+    return _add_to(tile.base, add_up(weigh_(deltas, weights)), divisor, values)
 
 
 def _add_to(

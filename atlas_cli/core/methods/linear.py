@@ -21,10 +21,10 @@ from atlas_cli.core.methods.tiling import (
 
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
-    work = wide(tile.models[0].dtype)
+    work = wide(tile.dtype)
     weights = weights_of(values, work)
     return weighted_sum(
-        tile.models, weights, sum_of(weights, work) if values.merge["normalize"] else 1.0
+        tile.inputs, weights, sum_of(weights, work) if values.merge["normalize"] else 1.0
     )
 
 

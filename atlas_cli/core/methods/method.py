@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core.operands import Operands, in_memory
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -15,14 +17,42 @@ class Tile:
 
     `start` is the flat position of the first element; `shape` is the whole tensor's. Tiles of
     tensors with two or more dimensions hold whole rows (the first dimension), as many as fit; the
-    values have the shape (rows, *shape[1:]). A vector is cut anywhere.
+    values have the shape (rows, *shape[1:]). A vector is cut anywhere. `inputs` has the base, if
+    there is one, before the models; what is in files is read when it is asked for.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
-    base: torch.Tensor | None
-    models: tuple[torch.Tensor, ...]
+    inputs: Operands
+    has_base: bool
+
+    @property
+    def base(self) -> torch.Tensor | None:
+        """The base, in memory."""
+        return self.inputs.tensors[0] if self.has_base else None
+
+    @property
+    def models(self) -> tuple[torch.Tensor, ...]:
+        """The models, in memory."""
+        return self.inputs.tensors[self.has_base :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all values."""
+        return self.inputs.dtype
+
+
+def tile_of(
+    name: str,
+    start: int,
+    shape: tuple[int, ...],
+    base: torch.Tensor | None,
+    models: Sequence[torch.Tensor],
+) -> Tile:
+    """A tile of tensors that are in memory."""
+    tensors = tuple(models) if base is None else (base, *models)
+    return Tile(name, start, shape, in_memory(tensors), base is not None)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
 
 def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     """sin((1 - t) a) / sin(a) and sin(t a) / sin(a), a the angle between the flat tensors."""
-    found = inner_products(tiles, _both)
+    found = inner_products(tiles)
     sizes = found.diagonal().sqrt()
     sizes[sizes <= _EPS] = 1.0
     cosine = (found[0, 1] / sizes.prod()).clamp(-1, 1)
@@ -34,17 +34,12 @@ def survey_slerp(tiles: Tiles, values: Values) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _both(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    assert tile.base is not None
-    return tile.base, tile.models[0]
-
-
 def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tensor:
     """sin((1 - t) a) / sin(a) theta_0 + sin(t a) / sin(a) theta_1, in float32.
 
     (1 - t) theta_0 + t theta_1 if the two are parallel.
     """
-    return weighted_sum(_both(tile), found)
+    return weighted_sum(tile.inputs, found)
 
 
 # nuslerp: in the dtype of the tensors throughout ------------------------------------------------

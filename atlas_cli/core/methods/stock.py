@@ -19,7 +19,7 @@ def survey_stock(tiles: Tiles, values: Values) -> float | None:
     if values.merge["filter_wise"] and len(first.shape) > 1:
         return None
     count = len(values.models)
-    found = inner_products(tiles, lambda tile: tile.models, from_base=True)
+    found = inner_products(tiles, from_base=True)
     pairs = [found[s, t] for s, t in combinations(range(count), 2)]
     return float(ratio(list(found.diagonal().sqrt()), pairs))
 
@@ -57,10 +57,10 @@ def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor
 
     c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
     """
-    assert tile.base is not None
-    count = len(tile.models)
+    count = len(values.models)
     if found is not None:
-        return weighted_sum((tile.base, *tile.models), [1 - found, *[found / count] * count])
+        return weighted_sum(tile.inputs, [1 - found, *[found / count] * count])
+    assert tile.base is not None
     deltas = _deltas(tile)
     average = torch.stack(deltas).mean(0)
     return average.mul_(_row_ratios(deltas)).add_(tile.base)

@@ -13,6 +13,7 @@ import torch
 
 from atlas_cli.core import kernels
 from atlas_cli.core.methods.method import Tile, Tiles, Values
+from atlas_cli.core.operands import Operands
 
 PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Python
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
@@ -20,20 +21,15 @@ Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 def pieces(tile: Tile, times: int = 1) -> Iterator[Tile]:
     """The rows of a tile (the elements, if it is a vector), `times` PIECE elements at a time."""
-    values = tile.models[0]
-    if values.numel() <= times * PIECE:
+    inputs = tile.inputs
+    if inputs.size <= times * PIECE:
         yield tile
         return
-    width = values[0].numel()
+    width = math.prod(inputs.shape[1:])
     step = max(1, times * PIECE // width)
-    for first in range(0, len(values), step):
-        rows = slice(first, first + step)
-        yield replace(
-            tile,
-            start=tile.start + first * width,
-            base=None if tile.base is None else tile.base[rows],
-            models=tuple(model[rows] for model in tile.models),
-        )
+    for first in range(0, inputs.shape[0], step):
+        some = inputs.rows(first, first + step)
+        yield replace(tile, start=tile.start + first * width, inputs=some)
 
 
 def all_pieces(tiles: Tiles, times: int = 1) -> Iterator[Tile]:
@@ -50,15 +46,16 @@ def by_pieces(formula: Formula) -> Formula:
 
     @wraps(formula)
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-        if tile.models[0].numel() <= PIECE:
-            return formula(tile, values, found).to(tile.models[0].dtype)
-        result = torch.empty_like(tile.models[0])
-        flat, done = result.view(-1), 0
+        if tile.inputs.size <= PIECE:
+            return formula(tile, values, found).to(tile.dtype)
+        flat, done = torch.empty(0), 0
         for part in pieces(tile):
             merged = formula(part, values, found).reshape(-1)
+            if not done:
+                flat = torch.empty(tile.inputs.size, dtype=tile.dtype, device=merged.device)
             flat[done : done + len(merged)] = merged
             done += len(merged)
-        return result
+        return flat.view(tile.inputs.shape)
 
     return apply
 
@@ -91,16 +88,12 @@ def sum_over(tiles: Tiles, terms: Callable[[Tile], Iterable[torch.Tensor]]) -> t
     )
 
 
-def inner_products(
-    tiles: Tiles, terms: Callable[[Tile], Sequence[torch.Tensor]], *, from_base: bool = False
-) -> torch.Tensor:
-    """<x_s, x_t> of all pairs of terms over the whole tensor, as a float64 matrix; one pass.
+def inner_products(tiles: Tiles, *, from_base: bool = False) -> torch.Tensor:
+    """<x_s, x_t> of all pairs of inputs over the whole tensor, as a float64 matrix; one pass.
 
-    x are the terms, or with `from_base` their differences from the base, in float32.
+    With `from_base`, x are the differences of the models from the base, in float32.
     """
-    sums = [
-        _products(terms(piece), piece.base if from_base else None) for piece in all_pieces(tiles)
-    ]
+    sums = [_products(piece.inputs, from_first=from_base) for piece in all_pieces(tiles)]
     totals = [math.fsum(parts) for parts in zip(*sums, strict=True)]
     count = round(math.sqrt(2 * len(totals) + 0.25) - 0.5)
     found = torch.zeros(count, count, dtype=torch.float64)
@@ -109,12 +102,14 @@ def inner_products(
     return found
 
 
-def _products(terms: Sequence[torch.Tensor], origin: torch.Tensor | None) -> list[float]:
-    """<x_s - origin, x_t - origin> for s <= t."""
-    if kernels.ready(terms if origin is None else (*terms, origin)):
-        return kernels.products(terms, origin)
-    work = wide(terms[0].dtype)
-    values = [term.to(work) if origin is None else term.to(work) - origin for term in terms]
+def _products(terms: Operands, *, from_first: bool) -> list[float]:
+    """<x_s, x_t> for s <= t, x the terms or their differences from the first."""
+    if (found := kernels.products(terms, from_first=from_first)) is not None:
+        return found
+    work = wide(terms.dtype)
+    values = [term.to(work) for term in terms.tensors]
+    if from_first:
+        values = [value - values[0] for value in values[1:]]
     return [total(values[s] * values[t]) for s, t in _pairs(len(values))]
 
 
@@ -148,19 +143,18 @@ def sum_of(weights: tuple[float, ...], dtype: torch.dtype) -> float:
     return float(torch.tensor(weights, dtype=dtype).sum())
 
 
-def weighted_sum(
-    terms: Sequence[torch.Tensor], weights: Sequence[float], divisor: float = 1.0
-) -> torch.Tensor:
+def weighted_sum(terms: Operands, weights: Sequence[float], divisor: float = 1.0) -> torch.Tensor:
     """(w_1 x_1 + ... + w_n x_n) / divisor, kept in float32, from left to right, rounded once."""
-    if kernels.ready(terms):
-        return kernels.weighted_sum(terms, weights, divisor)
-    work = wide(terms[0].dtype)
-    result = terms[0].to(work, copy=True).mul_(weights[0])
-    for term, weight in zip(terms[1:], weights[1:], strict=True):
+    if (found := kernels.weighted_sum(terms, weights, divisor)) is not None:
+        return found
+    work = wide(terms.dtype)
+    first, *rest = terms.tensors
+    result = first.to(work, copy=True).mul_(weights[0])
+    for term, weight in zip(rest, weights[1:], strict=True):
         result.add_(term.to(work), alpha=weight)
     if divisor != 1:
         result.div_(divisor)
-    return result.to(terms[0].dtype)
+    return result.to(terms.dtype)
 
 
 def add_up(terms: Iterable[torch.Tensor]) -> torch.Tensor:
