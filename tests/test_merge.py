@@ -15,6 +15,8 @@ from merging import CONFIG, digests, linear, llama, read_model, write_model, wri
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from atlas_cli.merging import engine
+
 Merge = Callable[..., Path]
 ROOMY = ("--memory", "8GB")  # the process of the tests itself is in the budget
 
@@ -295,6 +297,22 @@ def test_the_model_that_is_not_finite_is_named(refused, tmp_path: Path, method: 
     write_model(tmp_path / ill, tensors)
     said = refused(linear(0.5, 0.5, merge_method=method, base_model="./base"))
     assert f"./{ill}: lm_head.weight holds values that are not finite" in said
+
+
+@pytest.mark.parametrize("method", ["linear", "model_stock", "ties"])
+def test_an_input_that_changes_meanwhile_is_named(
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    def run_later(*arguments: Any) -> None:
+        write_model(tmp_path / "m2", llama(3))
+        engine.run(*arguments)
+
+    monkeypatch.setattr("atlas_cli.merge.run", run_later)
+    recipe = {"merge_method": method, "models": [{"model": "./m1"}, {"model": "./m2"}]}
+    recipe |= {} if method == "linear" else {"base_model": "./base"}
+    recipe |= {} if method == "model_stock" else {"parameters": {"weight": 0.5}}
+    said = refused(recipe)
+    assert "m2/model.safetensors: changed while it was being read" in said
 
 
 def test_an_overflow_in_the_result_is_named(refused, tmp_path: Path):

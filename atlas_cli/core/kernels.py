@@ -153,7 +153,8 @@ def _terms(terms: Operands) -> ctypes.Array[_Term] | None:
     if terms.dtype not in _TYPES or library() is None:
         return None
     if terms.places:
-        found = [_Term(None, place.path, place.stamp, place.start) for place in terms.places]
+        before = terms.start * terms.dtype.itemsize
+        found = [_Term(None, p.path, p.stamp, p.start + before) for p in terms.places]
     elif ready(terms.tensors):
         found = [_Term(tensor.data_ptr()) for tensor in terms.tensors]
     else:

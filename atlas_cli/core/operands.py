@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,34 +21,41 @@ class Place:
 
 @dataclass(frozen=True)
 class Operands:
-    """Several tensors, each of `shape`. `places` tells where, if files have them just so."""
+    """Several tensors, each of `shape`, which are read when they are asked for.
+
+    `read` gives some elements of each, flat; these are the ones from `start` on. `places` tells
+    where their first elements are, if files have them as memory would.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Sequence[torch.Tensor]]
+    device: torch.device
+    read: Callable[[int, int], Iterable[torch.Tensor]]
+    start: int = 0
     places: tuple[Place, ...] = ()
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors in memory."""
-        return tuple(self.read())
+        found = self.read(self.start, self.start + self.size)
+        return tuple(values.reshape(self.shape) for values in found)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The elements of each."""
         return math.prod(self.shape)
 
     def rows(self, first: int, last: int) -> Operands:
         """Some rows of each, or elements of vectors."""
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return Operands(
-            (min(last, self.shape[0]) - first, *self.shape[1:]),
-            self.dtype,
-            lambda: [tensor[first:last] for tensor in self.tensors],
-            tuple(replace(place, start=place.start + first * row) for place in self.places),
-        )
+        shape = (min(last, self.shape[0]) - first, *self.shape[1:])
+        return replace(self, shape=shape, start=self.start + first * math.prod(shape[1:]))
 
 
 def in_memory(tensors: Sequence[torch.Tensor]) -> Operands:
     """Tensors that have been read."""
-    return Operands(tuple(tensors[0].shape), tensors[0].dtype, lambda: tensors)
+    first, flat = tensors[0], [tensor.reshape(-1) for tensor in tensors]
+
+    def read(start: int, stop: int) -> list[torch.Tensor]:
+        return [values[start:stop] for values in flat]
+
+    return Operands(tuple(first.shape), first.dtype, first.device, read)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from atlas_cli.core.methods.method import Method, Tile, Values
-from atlas_cli.core.operands import Operands, Place, in_memory
+from atlas_cli.core.operands import Operands, in_memory
 from atlas_cli.errors import CheckpointError
 from atlas_cli.merging.parameters import Resolved
 from atlas_cli.merging.plan import Output
@@ -97,8 +97,7 @@ class ByMethod:
 
         def tiles() -> Iterator[Tile]:
             for output in outputs:
-                for span in output.tiles(whole=self.whole(output)):
-                    yield self._tile(output, span, check=False)
+                yield self._tile(output, (0, output.size), check=False)
 
         return self.method.survey(tiles, self._values(outputs[0].name))
 
@@ -125,18 +124,23 @@ class ByMethod:
     def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
         models = (self.base, *self.models) if self.base else self.models
         tensors = [model.tensors[output.name] for model in models]
-        rows = (span[1] - span[0],) if self.together else shape_of(output, span)
 
-        def read() -> Iterator[torch.Tensor]:
+        def read(start: int, stop: int) -> Iterator[torch.Tensor]:
             for model, tensor in zip(models, tensors, strict=True):
-                values = tensor.span(*span)
+                values = tensor.span(start, stop)
                 if check:
                     check_finite(values, output.name, model.reference)
-                yield values.reshape(rows).to(self.how.device, output.compute)
+                yield values.to(self.how.device, output.compute)
 
-        on_cpu = self.how.device == CPU
-        places = _places(tensors, span[0], output.compute) if on_cpu else ()
-        inputs = Operands(rows, output.compute, lambda: list(read()), places)
+        alike = all(t.place and t.dtype == output.compute for t in tensors)
+        inputs = Operands(
+            (span[1] - span[0],) if self.together else shape_of(output, span),
+            output.compute,
+            self.how.device,
+            read,
+            span[0],
+            tuple(t.place for t in tensors if t.place) if alike and self.how.device == CPU else (),
+        )
         if check:
             inputs = in_memory(inputs.tensors)
         start, shape = span[0], output.shape
@@ -157,16 +161,6 @@ def shape_of(output: Output, span: tuple[int, int]) -> tuple[int, ...]:
         return (span[1] - span[0],) if output.shape else ()
     row = math.prod(output.shape[1:])
     return ((span[1] - span[0]) // row if row else output.shape[0], *output.shape[1:])
-
-
-def _places(tensors: Sequence[LazyTensor], first: int, dtype: torch.dtype) -> tuple[Place, ...]:
-    """Where files have the elements from `first` on; nothing if one has them in another form."""
-    found = [
-        replace(tensor.place, start=tensor.place.start + first * dtype.itemsize)
-        for tensor in tensors
-        if tensor.place and tensor.dtype == dtype
-    ]
-    return tuple(found) if len(found) == len(tensors) else ()
 
 
 def copied(

@@ -157,10 +157,11 @@ def in_files(folder: Path, tensors: list[torch.Tensor]) -> Operands:
         stamp = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
         places.append(Place(os.fsencode(path), stamp, len(before)))
 
-    def read() -> NoReturn:
+    def read(start: int, stop: int) -> NoReturn:
         raise AssertionError("was read into memory")
 
-    return Operands(tuple(tensors[0].shape), tensors[0].dtype, read, tuple(places))
+    first = tensors[0]
+    return Operands(tuple(first.shape), first.dtype, first.device, read, places=tuple(places))
 
 
 @pytest.mark.parametrize("shape", [(0,), (7,), (3, 5000), (2, 150_000), (300, 513), (2, 3, 33)])

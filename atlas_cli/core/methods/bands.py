@@ -62,7 +62,7 @@ def survey_bands(
         ranks.append([rank for rank in (first, last) if rank < size] if first < last else [])
 
     def passes() -> Iterator[tuple[int, Callable[[int], torch.Tensor]]]:
-        for piece in all_pieces(tiles, times=2):  # a histogram costs as much as many elements
+        for piece in all_pieces(tiles):
             yield piece.start, lambda model, piece=piece: delta_of(piece, model)  # type: ignore[misc]
 
     cuts = find_cuts(passes, ranks)

@@ -50,7 +50,7 @@ def survey_multislerp(tiles: Tiles, values: Values) -> Frame | None:
     if len(values.models) == 1:
         return None
     first = next(tiles())
-    dtype = first.models[0].dtype
+    dtype = first.dtype
     weights = torch.tensor([own["weight"] for own in values.models], dtype=dtype)
     if values.merge["normalize_weights"]:
         weights = weights / weights.sum()

@@ -13,6 +13,7 @@ from atlas_cli.core.methods.bits import below, bits_of, largest, magnitudes, neg
 from atlas_cli.core.methods.chance import LEVELS, Dice, draw, offset
 from atlas_cli.core.methods.method import Tile, Tiles, Values
 from atlas_cli.core.methods.sparsify import EVERYTHING, NOTHING, Sparsifier, delta_of
+from atlas_cli.core.methods.tiling import all_pieces
 from atlas_cli.errors import UsageError
 
 
@@ -30,8 +31,7 @@ class Chance:
 def survey_chances(tiles: Tiles, values: Values) -> list[Any]:
     """The same probability for every element: the density, rounded as the tensors are."""
     tile = next(tiles())
-    dtype = tile.models[0].dtype
-    work = dtype if dtype == torch.bfloat16 else torch.float32
+    work = tile.dtype if tile.dtype == torch.bfloat16 else torch.float32
     shares = [float(torch.tensor(own["density"], dtype=work)) for own in values.models]
     return [
         EVERYTHING if values.models[model]["density"] >= 1 else _chance(tile, values, model, p, p)
@@ -66,7 +66,7 @@ def survey_ranks(tiles: Tiles, values: Values) -> list[Any]:
             raise UsageError(f"density {density} ± epsilon {epsilon} must stay between 0 and 1")
         chance = _chance(first, values, model, density - epsilon, density + epsilon)
         if len(first.shape) < 2:
-            parts = [magnitudes(delta_of(tile, model)).view(-1) for tile in tiles()]
+            parts = [magnitudes(delta_of(tile, model)).view(-1) for tile in all_pieces(tiles)]
             chance = replace(chance, row=_ladder(torch.cat(parts)[None]))
         found.append(chance)
     return found

@@ -42,6 +42,11 @@ class Tile:
         """The dtype of all values."""
         return self.inputs.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where all values are."""
+        return self.inputs.device
+
 
 def tile_of(
     name: str,
@@ -76,7 +81,7 @@ class Parameter:
     choices: tuple[str, ...] = ()  # of a parameter that is a word
 
 
-Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more
+Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more; tiles may be all of it
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def survey_sce(tiles: Tiles, values: Values) -> Shares:
     selected = _select(tiles, values.merge["select_topk"])
     tile = next(tiles())
     sums = sum_over(tiles, lambda piece: (d.square_() for d in _deltas(piece, selected)))
-    squares = rounded(sums / math.prod(tile.shape), tile.models[0].dtype)
+    squares = rounded(sums / math.prod(tile.shape), tile.dtype)
     whole = float(squares.sum())
     if abs(whole) < _TINY:
         return Shares(selected, (torch.ones_like(squares) / len(squares)).tolist())

@@ -51,7 +51,7 @@ def scales_by_norm(tiles: Tiles, sparsifier: Sparsifier, found: list[Any]) -> li
             sparsify_(sparsifier, delta, tile, found[model])
             yield delta.abs_()
 
-    dtype = next(tiles()).models[0].dtype
+    dtype = next(tiles()).dtype
     if sparsifier.by_chance and dtype == torch.float16:
         dtype = torch.float32
     before, after = rounded(sum_over(tiles, sizes), dtype).view(-1, 2).unbind(1)

@@ -68,8 +68,7 @@ def _sum(values: torch.Tensor, along: str) -> torch.Tensor:
 def survey_cosine(tiles: Tiles, values: Values) -> torch.Tensor | None:
     """<v_0 / |v_0|, v_1 / |v_1|>, unless a tile can tell by itself; one for each vector."""
     first = next(tiles())
-    along, dtype = _along(first, values), first.models[0].dtype
-    device = first.models[0].device
+    along, dtype, device = _along(first, values), first.dtype, first.device
     if along == "last":
         return None
     squares, products = [torch.zeros(()), torch.zeros(())], torch.zeros(())

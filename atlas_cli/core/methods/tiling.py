@@ -19,23 +19,23 @@ PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Py
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
 
 
-def pieces(tile: Tile, times: int = 1) -> Iterator[Tile]:
-    """The rows of a tile (the elements, if it is a vector), `times` PIECE elements at a time."""
+def pieces(tile: Tile) -> Iterator[Tile]:
+    """The rows of a tile (the elements, if it is a vector), PIECE elements at a time."""
     inputs = tile.inputs
-    if inputs.size <= times * PIECE:
+    if inputs.size <= PIECE:
         yield tile
         return
     width = math.prod(inputs.shape[1:])
-    step = max(1, times * PIECE // width)
+    step = max(1, PIECE // width)
     for first in range(0, inputs.shape[0], step):
         some = inputs.rows(first, first + step)
         yield replace(tile, start=tile.start + first * width, inputs=some)
 
 
-def all_pieces(tiles: Tiles, times: int = 1) -> Iterator[Tile]:
+def all_pieces(tiles: Tiles) -> Iterator[Tile]:
     """One pass over the tensor, a piece at a time."""
     for tile in tiles():
-        yield from pieces(tile, times)
+        yield from pieces(tile)
 
 
 def by_pieces(formula: Formula) -> Formula:
@@ -48,14 +48,13 @@ def by_pieces(formula: Formula) -> Formula:
     def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
         if tile.inputs.size <= PIECE:
             return formula(tile, values, found).to(tile.dtype)
-        flat, done = torch.empty(0), 0
+        result = torch.empty(tile.inputs.shape, dtype=tile.dtype, device=tile.device)
+        flat, done = result.view(-1), 0
         for part in pieces(tile):
             merged = formula(part, values, found).reshape(-1)
-            if not done:
-                flat = torch.empty(tile.inputs.size, dtype=tile.dtype, device=merged.device)
             flat[done : done + len(merged)] = merged
             done += len(merged)
-        return flat.view(tile.inputs.shape)
+        return result
 
     return apply
 
@@ -93,7 +92,7 @@ def inner_products(tiles: Tiles, *, from_base: bool = False) -> torch.Tensor:
 
     With `from_base`, x are the differences of the models from the base, in float32.
     """
-    sums = [_products(piece.inputs, from_first=from_base) for piece in all_pieces(tiles)]
+    sums = [found for tile in tiles() for found in _products_of_pieces(tile, from_first=from_base)]
     totals = [math.fsum(parts) for parts in zip(*sums, strict=True)]
     count = round(math.sqrt(2 * len(totals) + 0.25) - 0.5)
     found = torch.zeros(count, count, dtype=torch.float64)
@@ -102,12 +101,24 @@ def inner_products(tiles: Tiles, *, from_base: bool = False) -> torch.Tensor:
     return found
 
 
-def _products(terms: Operands, *, from_first: bool) -> list[float]:
-    """<x_s, x_t> for s <= t, x the terms or their differences from the first."""
-    if (found := kernels.products(terms, from_first=from_first)) is not None:
-        return found
-    work = wide(terms.dtype)
-    values = [term.to(work) for term in terms.tensors]
+def _products_of_pieces(tile: Tile, *, from_first: bool) -> Iterator[list[float]]:
+    """<x_s, x_t> for s <= t, x the inputs or their differences from the first.
+
+    The loops read files themselves, a little at a time, and need no pieces.
+    """
+    terms = tile.inputs
+    if terms.places and (found := kernels.products(terms, from_first=from_first)) is not None:
+        yield found
+        return
+    for piece in pieces(tile):
+        terms = piece.inputs
+        found = kernels.products(terms, from_first=from_first)
+        yield _products(terms.tensors, from_first=from_first) if found is None else found
+
+
+def _products(terms: Sequence[torch.Tensor], *, from_first: bool) -> list[float]:
+    work = wide(terms[0].dtype)
+    values = [term.to(work) for term in terms]
     if from_first:
         values = [value - values[0] for value in values[1:]]
     return [total(values[s] * values[t]) for s, t in _pairs(len(values))]
