@@ -68,6 +68,11 @@ def ready(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def reads(terms: Operands) -> bool:
+    """Whether the loops read these terms from files themselves, a little at a time."""
+    return bool(terms.places) and terms.dtype in _TYPES and library() is not None
+
+
 def weighted_sum(terms: Operands, weights: Sequence[float], divisor: float) -> torch.Tensor | None:
     """(w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once.
 
@@ -150,9 +155,7 @@ def _run(name: str, *arguments: object) -> int:
 
 def _terms(terms: Operands) -> ctypes.Array[_Term] | None:
     """Where the terms are; None if the loops do not take them."""
-    if terms.dtype not in _TYPES or library() is None:
-        return None
-    if terms.places:
+    if reads(terms):
         before = terms.start * terms.dtype.itemsize
         found = [_Term(None, p.path, p.stamp, p.start + before) for p in terms.places]
     elif ready(terms.tensors):

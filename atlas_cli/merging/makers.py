@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from atlas_cli.core.methods.method import Method, Tile, Values
-from atlas_cli.core.operands import Operands, in_memory
+from atlas_cli.core.operands import Operands
 from atlas_cli.errors import CheckpointError
 from atlas_cli.merging.parameters import Resolved
 from atlas_cli.merging.plan import Output
@@ -79,6 +79,10 @@ class ByMethod:
         """Whether the recipe wants the model taken as one vector."""
         return any(own.merge.get("scope") == "model" for own in self.resolved.values())
 
+    @cached_property
+    def _inputs(self) -> tuple[Model, ...]:
+        return (self.base, *self.models) if self.base else self.models
+
     def whole(self, output: Output) -> bool:
         """Whether the method wants whole tensors."""
         return self.method.whole and output.merged
@@ -86,7 +90,7 @@ class ByMethod:
     def need(self, output: Output) -> int:
         """Inputs as they are stored and as they are computed with, and what the formula holds."""
         tile = max(stop - start for start, stop in output.tiles(whole=self.whole(output)))
-        inputs = len(self.models) + (self.base is not None) if output.merged else 1
+        inputs = len(self._inputs) if output.merged else 1
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
 
@@ -113,8 +117,8 @@ class ByMethod:
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Every model, if they are merged here; what is copied has been checked."""
-        if output.merged:
-            self._tile(output, span, check=True)
+        for model in self._inputs if output.merged else ():
+            check_finite(model.tensors[output.name].span(*span), output.name, model.reference)
 
     def _values(self, name: str) -> Values:
         own = self.resolved[name]
@@ -122,27 +126,25 @@ class ByMethod:
         return Values(own.models, own.merge, int.from_bytes(seed, "big"), own.depth)
 
     def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
-        models = (self.base, *self.models) if self.base else self.models
-        tensors = [model.tensors[output.name] for model in models]
+        tensors = [model.tensors[output.name] for model in self._inputs]
 
         def read(start: int, stop: int) -> Iterator[torch.Tensor]:
-            for model, tensor in zip(models, tensors, strict=True):
+            for model, tensor in zip(self._inputs, tensors, strict=True):
                 values = tensor.span(start, stop)
                 if check:
                     check_finite(values, output.name, model.reference)
                 yield values.to(self.how.device, output.compute)
 
-        alike = all(t.place and t.dtype == output.compute for t in tensors)
+        files = [t.place for t in tensors if t.place and t.dtype == output.compute]
+        as_is = len(files) == len(tensors) and self.how.device == CPU and not check
         inputs = Operands(
             (span[1] - span[0],) if self.together else shape_of(output, span),
             output.compute,
             self.how.device,
             read,
             span[0],
-            tuple(t.place for t in tensors if t.place) if alike and self.how.device == CPU else (),
+            tuple(files) if as_is else (),
         )
-        if check:
-            inputs = in_memory(inputs.tensors)
         start, shape = span[0], output.shape
         if self.together:
             start, shape = start + self._starts[output.name], (self._starts[""],)

@@ -18,6 +18,7 @@ from atlas_cli.errors import AtlasError
 
 _JOURNAL = "journal"
 MARK = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
+_WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
 
@@ -84,7 +85,7 @@ class Part:
         """
         with self._writing[file]:
             while len(content):
-                count = os.pwrite(self._files[file], content, offset)
+                count = os.pwrite(self._files[file], content[:_WRITTEN], offset)
                 content, offset = content[count:], offset + count
 
     def note(self, piece: Piece) -> None:

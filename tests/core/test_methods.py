@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +93,30 @@ def test_pieces_within_a_tile_change_no_bit(name: str, monkeypatch: pytest.Monke
     whole = merge(name, base, models, given(name))
     monkeypatch.setattr("atlas_cli.core.methods.tiling.PIECE", 300)
     assert torch.equal(merge(name, base, models, given(name)), whole)
+
+
+@pytest.mark.parametrize("shape", [(90, 40), (3000,)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not METHODS[name].whole])
+def test_a_survey_of_a_large_tensor_reads_a_piece_at_a_time(
+    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("atlas_cli.core.methods.tiling.PIECE", 300)
+    base, models = inputs(name, *shape, dtype=torch.bfloat16)
+    method, whole = METHODS[name], tile_of("weight", 0, shape, base, models)
+    spans: list[tuple[int, int]] = []
+
+    def read(start: int, stop: int) -> Iterable[torch.Tensor]:
+        spans.append((start, stop))
+        return whole.inputs.read(start, stop)
+
+    watched = replace(whole, inputs=replace(whole.inputs, read=read))
+    values = resolve(method, len(models), given(name), 0)
+    found = [method.survey(lambda tile=tile: iter([tile]), values) for tile in (watched, whole)]
+    assert all(stop - start <= 300 for start, stop in spans)
+    if spans:
+        assert max(stop for _, stop in spans) == math.prod(shape)
+    results = [method.apply(whole, values, one) for one in found]
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])

@@ -94,8 +94,9 @@ def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + lambda * (sum_t w_t (theta_t - theta_0)) / (sum_t w_t), as Family.apply has it."""
     weights, scale = weights_of(values, tile.dtype), values.merge["lambda"]
     divisor = _divisor(weights, tile.dtype, values)
-    if (found := kernels.add_differences(tile.inputs, weights, divisor, scale)) is not None:
-        return found
+    merged = kernels.add_differences(tile.inputs, weights, divisor, scale)
+    if merged is not None:
+        return merged
     assert tile.base is not None
     deltas = (delta_of(tile, model) for model in range(len(weights)))
     return _add_to(tile.base, add_up(weigh_(deltas, weights)), divisor, values)

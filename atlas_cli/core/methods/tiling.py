@@ -106,11 +106,7 @@ def _products_of_pieces(tile: Tile, *, from_first: bool) -> Iterator[list[float]
 
     The loops read files themselves, a little at a time, and need no pieces.
     """
-    terms = tile.inputs
-    if terms.places and (found := kernels.products(terms, from_first=from_first)) is not None:
-        yield found
-        return
-    for piece in pieces(tile):
+    for piece in [tile] if kernels.reads(tile.inputs) else pieces(tile):
         terms = piece.inputs
         found = kernels.products(terms, from_first=from_first)
         yield _products(terms.tensors, from_first=from_first) if found is None else found
