@@ -1,7 +1,8 @@
 /* Sums over several models or task vectors in one pass, for numbers as they are stored.
  *
  * torch has no such loops: it widens every operand to a float32 tensor of its own first. Here a
- * few elements at a time are widened, combined and rounded in registers.
+ * few elements at a time are widened, combined and rounded in registers. Terms of merges may be in
+ * files, which are read meanwhile (terms.h).
  * kernels.py calls these functions by their addresses; each has one form for every instruction
  * set named below, from kernels.h, and the one that the processor can run is taken.
  *
