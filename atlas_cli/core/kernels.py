@@ -1,8 +1,9 @@
 """Sums over several tensors in one pass, by the loops of kernels.c where they were built.
 
 The functions give what torch's operations give in several passes, each of which stands beside
-the call. Models that are merged may be in files still, and are read meanwhile. Without a compiler at installation, on another kind of processor and for tensors that
-are not on the CPU `ready` is False, and torch does the work.
+the call. Models that are merged may be in files still, and are read meanwhile. Without a compiler
+at installation, on another kind of processor and for tensors that are not on the CPU `ready` is
+False, and torch does the work.
 """
 
 from __future__ import annotations
