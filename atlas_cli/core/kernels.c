@@ -129,33 +129,35 @@ EXPORT int atlas_take_level(int most) {
     return level = best < most ? best : most;
 }
 
-/* Run `call` on `some` elements of all terms at reader.at, from `first` on, until there are no more;
- * return whether all could be read. */
-#define EACH_BLOCK(call)                                                            \
-    do {                                                                            \
-        struct reader reader;                                                       \
-        int whole = open_terms(&reader, type, terms, count, size);                  \
-        if (!whole) return 0;                                                       \
-        for (ptrdiff_t first = 0; whole && first < size; first += reader.block) {   \
+/* Run `call` on `some` elements of all terms at reader.at, from `first` on, until there are no more,
+ * with the result at `out`; return whether all could be read, and written if it is to be. */
+#define EACH_BLOCK(call)                                                                \
+    do {                                                                                \
+        struct reader reader;                                                           \
+        int written = !to->values, whole = 1;                                           \
+        if (!open_terms(&reader, type, terms, count, size, written)) return 0;          \
+        for (ptrdiff_t first = 0; whole && first < size; first += reader.block) {       \
             ptrdiff_t some = size - first < reader.block ? size - first : reader.block; \
-            if ((whole = read_terms(&reader, first, some))) call;                   \
-        }                                                                           \
-        close_terms(&reader);                                                       \
-        return whole;                                                               \
+            char *out = written ? reader.result : to->values + first * reader.size;     \
+            if (!(whole = read_terms(&reader, first, some))) break;                     \
+            call;                                                                       \
+            if (written) whole = write_result(&reader, type, to, first, some);          \
+        }                                                                               \
+        close_terms(&reader);                                                           \
+        return whole;                                                                   \
     } while (0)
 
 EXPORT int atlas_weighted_sum(int type, const struct term *terms, const float *weights, int count,
-                              float divisor, char *out, ptrdiff_t size) {
-    EACH_BLOCK(RUN(weighted_sum, type, reader.at, weights, count, divisor,
-                   out + first * reader.size, some));
+                              float divisor, const struct result *to, ptrdiff_t size) {
+    EACH_BLOCK(RUN(weighted_sum, type, reader.at, weights, count, divisor, out, some));
 }
 
 /* The first term is the base. */
 EXPORT int atlas_add_differences(int type, const struct term *terms, const float *weights,
-                                 int count, float divisor, float scale, char *out,
+                                 int count, float divisor, float scale, const struct result *to,
                                  ptrdiff_t size) {
     EACH_BLOCK(RUN(add_differences, type, reader.at[0], reader.at + 1, weights, count - 1, divisor,
-                   scale, out + first * reader.size, some));
+                   scale, out, some));
 }
 
 /* `origins` is 1 if the first term is what the others are measured from, else 0. A block has whole
@@ -163,7 +165,7 @@ EXPORT int atlas_add_differences(int type, const struct term *terms, const float
 EXPORT int atlas_products(int type, const struct term *terms, int count, int origins,
                           ptrdiff_t rows, ptrdiff_t width, float *room, double *sums) {
     struct reader reader;
-    int whole = open_terms(&reader, type, terms, count, rows * width);
+    int whole = open_terms(&reader, type, terms, count, rows * width, 0);
     if (!whole) return 0;
     ptrdiff_t high = width < reader.block ? reader.block / (width ? width : 1) : 1;
     ptrdiff_t wide = width < reader.block ? width : reader.block;

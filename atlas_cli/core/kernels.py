@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from atlas_cli.core.operands import Operands
+from atlas_cli.core.operands import Operands, Sum, Target
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
@@ -40,6 +40,17 @@ class _Term(ctypes.Structure):
         ("path", ctypes.c_char_p),
         ("stamp", ctypes.c_int64 * 4),
         ("offset", ctypes.c_int64),
+    )
+
+
+class _Result(ctypes.Structure):
+    """Where the elements of the result go: to memory, or to a file."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("file", ctypes.c_int),
+        ("finite", ctypes.c_int),
     )
 
 
@@ -74,27 +85,30 @@ def reads(terms: Operands) -> bool:
     return bool(terms.places) and terms.dtype in _TYPES and library() is not None
 
 
-def weighted_sum(terms: Operands, weights: Sequence[float], divisor: float) -> torch.Tensor | None:
-    """(w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once.
+def add(terms: Operands, total: Sum) -> torch.Tensor | None:
+    """The sum; None if the loops do not take the terms, or cannot read them."""
+    if terms.dtype not in _TYPES:
+        return None
+    out = torch.empty(terms.shape, dtype=terms.dtype)
+    return out if _add(terms, total, _Result(out.data_ptr())) else None
 
-    None if the loops do not take the terms, or cannot read them; so are the next two.
+
+def write(terms: Operands, total: Sum, to: Target) -> bool:
+    """Write the sum to its place, and tell whether it was: files are read and written meanwhile.
+
+    It was not if the loops do not read the terms from files, or something went wrong.
     """
-    if (places := _terms(terms)) is None:
-        return None
-    out = torch.empty(terms.shape, dtype=terms.dtype)
-    given = _TYPES[terms.dtype], places, _numbers(weights), len(places), divisor
-    return out if _run("weighted_sum", *given, out.data_ptr(), out.numel()) else None
+    return reads(terms) and _add(terms, total, _Result(None, to.offset, to.file, to.finite))
 
 
-def add_differences(
-    terms: Operands, weights: Sequence[float], divisor: float, scale: float
-) -> torch.Tensor | None:
-    """x_0 + scale * (sum_t w_t (x_t - x_0)) / divisor, every step in the dtype of the terms."""
+def _add(terms: Operands, total: Sum, result: _Result) -> bool:
     if (places := _terms(terms)) is None:
-        return None
-    out = torch.empty(terms.shape, dtype=terms.dtype)
-    given = _TYPES[terms.dtype], places, _numbers(weights), len(places), divisor, scale
-    return out if _run("add_differences", *given, out.data_ptr(), out.numel()) else None
+        return False
+    given = _TYPES[terms.dtype], places, _numbers(total.weights), len(places), total.divisor
+    end = ctypes.byref(result), terms.size
+    if total.scale is None:
+        return bool(_run("weighted_sum", *given, *end))
+    return bool(_run("add_differences", *given, total.scale, *end))
 
 
 def products(terms: Operands, *, from_first: bool) -> list[float] | None:

@@ -51,6 +51,28 @@ class Operands:
         return replace(self, shape=shape, start=self.start + first * math.prod(shape[1:]))
 
 
+@dataclass(frozen=True)
+class Sum:
+    """One sum over operands x that is the same for every element.
+
+    (w_1 x_1 + ... + w_n x_n) / divisor in float32, from left to right, rounded once; or with a
+    `scale` x_0 + scale * (sum_t w_t (x_t - x_0)) / divisor, every step in the dtype of x.
+    """
+
+    weights: Sequence[float]
+    divisor: float = 1.0
+    scale: float | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where in an opened file a result goes. With `finite` it must be that."""
+
+    file: int
+    offset: int
+    finite: bool
+
+
 def in_memory(tensors: Sequence[torch.Tensor]) -> Operands:
     """Tensors that have been read."""
     first, flat = tensors[0], [tensor.reshape(-1) for tensor in tensors]

@@ -171,16 +171,19 @@ def _survey(job: _Job, maker: Maker, budget: Budget) -> None:
 
 
 def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
-    output = job.output
+    output, finite = job.output, not limits.allow_nonfinite
+    first, last = job.spans[0][0], job.spans[-1][1]
+    offsets = {span: start + output.start + span[0] * output.dtype.itemsize for span in job.spans}
     with budget.take(maker.need(output)):
         survey = job.survey.by(maker)
-        for span in job.spans:
+        place = part.place(output.file, offsets[job.spans[0]], finite=finite)
+        written = maker.write(output, (first, last), survey, place)
+        for span in [] if written else job.spans:
             values = maker.make(output, span, survey)
-            if not limits.allow_nonfinite and not is_finite(values):
+            if finite and not is_finite(values):
                 maker.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
-            offset = start + output.start + span[0] * output.dtype.itemsize
-            part.write(output.file, offset, values)
+            part.write(output.file, offsets[span], values)
             del values
     part.note((output.number, job.number))
 

@@ -15,6 +15,7 @@ from atlas_cli import layouts
 from atlas_cli.checkpoint import open_safetensors
 from atlas_cli.core.blocks import Layout, choose_layout
 from atlas_cli.core.compose import Composition, compose_block
+from atlas_cli.core.operands import Target
 from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
 from atlas_cli.merge_recipe import MergeRecipe, VectorFile
@@ -60,6 +61,10 @@ class ByCoefficients:
 
     def survey(self, outputs: Sequence[Output]) -> None:
         """A block can be composed right away."""
+
+    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+        """Blocks are composed in memory."""
+        return False
 
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The composed block, or the part of it that the output is."""

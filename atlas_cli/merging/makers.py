@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+from atlas_cli.core import kernels
 from atlas_cli.core.methods.method import Method, Tile, Values
-from atlas_cli.core.operands import Operands
+from atlas_cli.core.operands import Operands, Target
 from atlas_cli.errors import CheckpointError
 from atlas_cli.merging.parameters import Resolved
 from atlas_cli.merging.plan import Output
@@ -41,6 +42,9 @@ class Maker(Protocol):
 
     def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
         """The elements of a span, in the dtype of the file."""
+
+    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+        """Write the elements of a span to a file without more ado; False if that cannot be done."""
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Raise CheckpointError if an input has an element of the span that is not finite."""
@@ -114,6 +118,14 @@ class ByMethod:
         tile = self._tile(output, span, check=check)
         merged = self.method.apply(tile, self._values(output.name), survey)
         return merged.reshape(-1).cpu().to(output.dtype)
+
+    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+        """By the loops, if the method is a sum and has the dtype of the file throughout."""
+        if not output.merged or not self.method.spreads or output.compute != output.dtype:
+            return False
+        total = self.method.total(self._values(output.name), survey, output.compute)
+        inputs = self._tile(output, span, check=False).inputs
+        return total is not None and kernels.write(inputs, total, to)
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Every model, if they are merged here; what is copied has been checked."""

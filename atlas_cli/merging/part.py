@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core.operands import Target
 from atlas_cli.errors import AtlasError
 
 _JOURNAL = "journal"
@@ -73,6 +74,10 @@ class Part:
         os.ftruncate(self._journal, 0)
         os.write(self._journal, f"{identity}\n".encode())
         return set()
+
+    def place(self, file: str, offset: int, *, finite: bool) -> Target:
+        """A place in a file, for those who write themselves."""
+        return Target(self._files[file], offset, finite)
 
     def write(self, file: str, offset: int, values: torch.Tensor) -> None:
         """Put values where they belong in a file."""

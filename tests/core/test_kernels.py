@@ -15,7 +15,7 @@ import torch
 from tiles import merge
 
 from atlas_cli.core import kernels
-from atlas_cli.core.operands import Operands, Place, in_memory
+from atlas_cli.core.operands import Operands, Place, Sum, Target, in_memory
 from atlas_cli.core.stacks import DenseStack, MappedStack, QuantisedStack, add, dot
 from atlas_cli.core.storage import Dense, decode, quantise
 
@@ -133,7 +133,7 @@ def test_every_form_gives_the_same_bits_for_models_and_nearly_the_same_sums():
         found.append(
             (
                 kernels.products(in_memory(terms), from_first=False),
-                kernels.weighted_sum(in_memory(terms), [0.1, 0.2, 0.3, 0.4], 3.0).tolist(),
+                kernels.add(in_memory(terms), Sum([0.1, 0.2, 0.3, 0.4], 3.0)).tolist(),
                 kernels.dot_vectors(terms, None, random(4999)).tolist(),
             )
         )
@@ -173,22 +173,65 @@ def test_what_is_read_from_files_meanwhile_gives_the_same_bits(
     tensors = [t.view(shape) for t in near(math.prod(shape), dtype, count - 1)]
     here, there = in_memory(tensors), in_files(tmp_path, tensors)
     weights = [0.5 / (i + 1) for i in range(count)]
-    for function, *given in (
-        (kernels.weighted_sum, weights, 3.0),
-        (kernels.add_differences, weights[1:], 1.5, 0.7),
-    ):
-        assert torch.equal(bits_of(function(here, *given)), bits_of(function(there, *given)))
+    for total in (Sum(weights, 3.0), Sum(weights[1:], 1.5, scale=0.7)):
+        wanted = bits_of(kernels.add(here, total))
+        assert torch.equal(bits_of(kernels.add(there, total)), wanted)
+        assert torch.equal(written(tmp_path / "sum.bin", there, total).view(wanted.dtype), wanted)
     for first in (False, True):
         found = kernels.products(there, from_first=first)
         assert found == kernels.products(here, from_first=first)
 
 
+def written(path: Path, terms: Operands, total: Sum, *, finite: bool = True) -> torch.Tensor:
+    """The sum that was written in the middle of a file, whose ends are as they were."""
+    size = terms.size * terms.dtype.itemsize
+    path.write_bytes(b"x" * (size + 32))
+    with path.open("r+b") as file:
+        assert kernels.write(terms, total, Target(file.fileno(), 16, finite=finite))
+    content = bytearray(path.read_bytes())
+    assert (content[:16], content[16 + size :]) == (b"x" * 16, b"x" * 16)
+    found = torch.frombuffer(content, dtype=torch.uint8)[16 : 16 + size].clone()
+    return found.view(terms.dtype).view(terms.shape)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 31, 99_999])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_that_is_not_finite_is_written_only_if_that_is_allowed(
+    tmp_path: Path, dtype: torch.dtype, at: int, value: float
+):
+    tensors = near(100_000, dtype, 1)
+    tensors[1][at] = value
+    terms, total, path = in_files(tmp_path, tensors), Sum([0.5, 0.5]), tmp_path / "sum.bin"
+    found = written(path, terms, total, finite=False)
+    assert found.isfinite().logical_not().nonzero().tolist() == [[at]]
+    with path.open("r+b") as file:
+        assert not kernels.write(terms, total, Target(file.fileno(), 0, finite=True))
+
+
+def test_the_largest_number_is_finite(tmp_path: Path):
+    for dtype in DTYPES:
+        largest = torch.full((40,), torch.finfo(dtype).max, dtype=dtype)
+        terms = in_files(tmp_path, [largest, -largest])
+        found = written(tmp_path / "sum.bin", terms, Sum([1.0, 0.0]))
+        assert torch.equal(found, largest)
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path):
+    terms = in_files(tmp_path, near(5000, torch.float32))
+    with (tmp_path / "0.bin").open("rb") as file:  # which is open for reading only
+        assert not kernels.write(terms, Sum([0.25] * 4), Target(file.fileno(), 0, finite=True))
+    here = in_memory(near(5000, torch.float32))
+    with (tmp_path / "sum.bin").open("wb") as file:  # what is in memory is not for the loops
+        assert not kernels.write(here, Sum([0.25] * 4), Target(file.fileno(), 0, finite=True))
+
+
 def test_rows_of_files_are_the_rows_of_their_tensors(tmp_path: Path):
     tensors = [values.view(8, 5) for values in near(40, torch.bfloat16)]
     rows = in_files(tmp_path, tensors).rows(3, 20)
-    wanted = kernels.weighted_sum(in_memory([tensor[3:] for tensor in tensors]), [0.25] * 4, 1.0)
+    wanted = kernels.add(in_memory([tensor[3:] for tensor in tensors]), Sum([0.25] * 4))
     assert rows.shape == (5, 5)
-    assert torch.equal(kernels.weighted_sum(rows, [0.25] * 4, 1.0), wanted)
+    assert torch.equal(kernels.add(rows, Sum([0.25] * 4)), wanted)
 
 
 @pytest.mark.parametrize("harm", ["gone", "longer", "touched", "replaced"])
@@ -208,8 +251,8 @@ def test_a_file_that_is_not_the_same_any_more_is_not_read(tmp_path: Path, harm: 
         other.write_bytes(content)
         os.utime(other, ns=(0, path.stat().st_mtime_ns))
         other.replace(path)
-    assert kernels.weighted_sum(terms, [0.5, 0.5], 1.0) is None
-    assert kernels.add_differences(terms, [0.5], 1.0, 1.0) is None
+    assert kernels.add(terms, Sum([0.5, 0.5])) is None
+    assert kernels.add(terms, Sum([0.5], scale=1.0)) is None
     assert kernels.products(terms, from_first=False) is None
 
 
@@ -218,7 +261,7 @@ def test_files_are_closed_when_they_have_been_read_and_when_they_could_not_be(tm
     before = len(list(Path("/dev/fd").iterdir()))
     for _ in range(2):
         for _ in range(20):
-            kernels.weighted_sum(terms, [0.25] * 4, 1.0)
+            kernels.add(terms, Sum([0.25] * 4))
             kernels.products(terms, from_first=True)
         (tmp_path / "3.bin").unlink(missing_ok=True)
     assert len(list(Path("/dev/fd").iterdir())) == before

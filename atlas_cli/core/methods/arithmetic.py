@@ -21,6 +21,7 @@ from atlas_cli.core.methods.sparsify import (
     sparsify_,
 )
 from atlas_cli.core.methods.tiling import add_up, all_pieces, by_pieces, sum_of, weights_of
+from atlas_cli.core.operands import Sum
 
 _TINY = 1e-8  # a sum of weights that nothing is divided by
 
@@ -92,14 +93,18 @@ class Family:
 
 def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + lambda * (sum_t w_t (theta_t - theta_0)) / (sum_t w_t), as Family.apply has it."""
-    weights, scale = weights_of(values, tile.dtype), values.merge["lambda"]
-    divisor = _divisor(weights, tile.dtype, values)
-    merged = kernels.add_differences(tile.inputs, weights, divisor, scale)
-    if merged is not None:
+    total = arithmetic_sum(values, found, tile.dtype)
+    if (merged := kernels.add(tile.inputs, total)) is not None:
         return merged
     assert tile.base is not None
-    deltas = (delta_of(tile, model) for model in range(len(weights)))
-    return _add_to(tile.base, add_up(weigh_(deltas, weights)), divisor, values)
+    deltas = (delta_of(tile, model) for model in range(len(total.weights)))
+    return _add_to(tile.base, add_up(weigh_(deltas, total.weights)), total.divisor, values)
+
+
+def arithmetic_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
+    """The sum that `task_arithmetic` is."""
+    weights = weights_of(values, dtype)
+    return Sum(weights, _divisor(weights, dtype, values), values.merge["lambda"])
 
 
 def _add_to(
@@ -164,7 +169,7 @@ def _method(
         name, by_pieces(task_arithmetic), per_model=per_model, per_merge=per_merge, needs_base=True
     )
     if family is None:
-        return replace(method, spreads=True)
+        return replace(method, total=arithmetic_sum, spreads=True)
     return replace(method, apply=by_pieces(family.apply), survey=family.survey)
 
 

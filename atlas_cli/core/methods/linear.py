@@ -17,15 +17,19 @@ from atlas_cli.core.methods.tiling import (
     weights_of,
     wide,
 )
+from atlas_cli.core.operands import Sum
 
 
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
-    work = wide(tile.dtype)
+    return weighted_sum(tile.inputs, linear_sum(values, found, tile.dtype))
+
+
+def linear_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
+    """The sum that `linear` is."""
+    work = wide(dtype)
     weights = weights_of(values, work)
-    return weighted_sum(
-        tile.inputs, weights, sum_of(weights, work) if values.merge["normalize"] else 1.0
-    )
+    return Sum(weights, sum_of(weights, work) if values.merge["normalize"] else 1.0)
 
 
 def passthrough(tile: Tile, values: Values, found: Any) -> torch.Tensor:
@@ -98,6 +102,7 @@ METHODS = (
     Method(
         "linear",
         by_pieces(linear),
+        total=linear_sum,
         per_model=(_WEIGHT,),
         per_merge=(Parameter("normalize", True),),
         spreads=True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.operands import Operands, in_memory
+from atlas_cli.core.operands import Operands, Sum, in_memory
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more; tiles may 
 class Method:
     """A way to merge. `survey` looks at the whole tensor, as often as it must, and may keep a few
     numbers; `apply` gives the merged values of one tile. `whole` methods get one tile per tensor.
+    `total` says by which sum over its inputs `apply` does that, if it is one.
     `spreads`: an element that is not finite in an input is not finite in the result either.
     """
 
@@ -97,6 +98,7 @@ class Method:
     per_model: Sequence[Parameter] = ()
     per_merge: Sequence[Parameter] = ()
     needs_base: bool = False
+    total: Callable[[Values, Any, torch.dtype], Sum | None] = lambda values, found, dtype: None
     models: tuple[int, int | None] = (1, None)  # how many, not counting the base
     whole: bool = False
     spreads: bool = False

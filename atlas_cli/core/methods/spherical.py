@@ -15,6 +15,7 @@ from atlas_cli.core.methods.tiling import (
     weighted_sum,
     wide,
 )
+from atlas_cli.core.operands import Sum
 
 _EPS = 1e-8  # a norm that counts as zero
 _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
@@ -39,7 +40,7 @@ def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tenso
 
     (1 - t) theta_0 + t theta_1 if the two are parallel.
     """
-    return weighted_sum(tile.inputs, found)
+    return weighted_sum(tile.inputs, Sum(found))
 
 
 # nuslerp: in the dtype of the tensors throughout ------------------------------------------------
@@ -119,6 +120,7 @@ METHODS = (
         "slerp",
         by_pieces(slerp),
         survey_slerp,
+        total=lambda values, found, dtype: Sum(found),
         per_merge=(Parameter("t", None),),
         needs_base=True,
         models=(1, 1),

@@ -9,6 +9,7 @@ import torch
 
 from atlas_cli.core.methods.method import Method, Parameter, Tile, Tiles, Values
 from atlas_cli.core.methods.tiling import by_pieces, inner_products, weighted_sum, wide
+from atlas_cli.core.operands import Sum
 
 _TINY = 1e-6  # a divisor that is too small
 
@@ -52,14 +53,19 @@ def _row_ratios(deltas: Sequence[torch.Tensor]) -> torch.Tensor:
     return ratio(norms, products)[..., None]
 
 
+def stock_sum(values: Values, found: float | None, dtype: torch.dtype) -> Sum | None:
+    """The sum for a whole tensor; None if every row has its own."""
+    count = len(values.models)
+    return None if found is None else Sum([1 - found, *[found / count] * count])
+
+
 def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor:
     """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c), in float32.
 
     c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
     """
-    count = len(values.models)
-    if found is not None:
-        return weighted_sum(tile.inputs, [1 - found, *[found / count] * count])
+    if total := stock_sum(values, found, tile.dtype):
+        return weighted_sum(tile.inputs, total)
     assert tile.base is not None
     deltas = _deltas(tile)
     average = torch.stack(deltas).mean(0)
@@ -71,6 +77,7 @@ METHODS = (
         "model_stock",
         by_pieces(model_stock),
         survey_stock,
+        total=stock_sum,
         per_merge=(Parameter("filter_wise", False),),
         needs_base=True,
         models=(2, None),

@@ -13,7 +13,7 @@ import torch
 
 from atlas_cli.core import kernels
 from atlas_cli.core.methods.method import Tile, Tiles, Values
-from atlas_cli.core.operands import Operands
+from atlas_cli.core.operands import Operands, Sum
 
 PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Python
 Formula = Callable[[Tile, Values, Any], torch.Tensor]
@@ -150,17 +150,17 @@ def sum_of(weights: tuple[float, ...], dtype: torch.dtype) -> float:
     return float(torch.tensor(weights, dtype=dtype).sum())
 
 
-def weighted_sum(terms: Operands, weights: Sequence[float], divisor: float = 1.0) -> torch.Tensor:
+def weighted_sum(terms: Operands, total: Sum) -> torch.Tensor:
     """(w_1 x_1 + ... + w_n x_n) / divisor, kept in float32, from left to right, rounded once."""
-    if (found := kernels.weighted_sum(terms, weights, divisor)) is not None:
+    if (found := kernels.add(terms, total)) is not None:
         return found
     work = wide(terms.dtype)
     first, *rest = terms.tensors
-    result = first.to(work, copy=True).mul_(weights[0])
-    for term, weight in zip(rest, weights[1:], strict=True):
+    result = first.to(work, copy=True).mul_(total.weights[0])
+    for term, weight in zip(rest, total.weights[1:], strict=True):
         result.add_(term.to(work), alpha=weight)
-    if divisor != 1:
-        result.div_(divisor)
+    if total.divisor != 1:
+        result.div_(total.divisor)
     return result.to(terms.dtype)
 
 
