@@ -32,7 +32,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
 METHODS = (
     *("linear", "task_arithmetic", "slerp", "model_stock"),
     *("ties", "dare_ties", "della", "breadcrumbs"),
@@ -153,7 +152,8 @@ def contestants(method: str, folder: Path, options: argparse.Namespace) -> dict[
     """The command of each, writing to folder/out."""
     path, out = folder / f"{method}.yaml", str(folder / "out")
     path.write_text(recipe(method, folder, options.models))
-    ours = [sys.executable, "-m", "atlas_cli", "merge", str(path), "-o", out]
+    # The installed package, which has the loops in C, not the sources in the current folder.
+    ours = [sys.executable, "-P", "-m", "atlas_cli", "merge", str(path), "-o", out]
     ours += ["--threads", str(options.threads)] if options.threads else []
     names = ["base", *(f"model{n + 1}" for n in range(1 if method == "slerp" else options.models))]
     files = [str(folder / name / "model.safetensors") for name in names[method == "linear" :]]
@@ -171,7 +171,7 @@ def compare(method: str, folder: Path, options: argparse.Namespace) -> dict[str,
     found: dict[str, list[dict[str, float]]] = {}
     cache = {"ATLAS_CACHE": str(folder / "cache")}
     # Modules are compiled once, as those of an installed program are.
-    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     commands = contestants(method, folder, options)
     for _ in range(options.runs):
         for name, command in commands.items():
