@@ -50,7 +50,7 @@ def run() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have nothing to do here
     try:
         signal.signal(signal.SIGINT, _interrupt)
-        from atlas_cli.commands.app import main
+        from atlas_cli.cli.app import main
 
         code = main()
     except BaseException:

@@ -26,16 +26,16 @@ def measure(kind: str, steps: int) -> dict[str, float]:
     """The median time of a step after the first, and the peak of memory."""
     import torch
 
-    from atlas_cli.core.blocks import by_block
     from atlas_cli.core.compose import Composition
-    from atlas_cli.core.descent import Descender, Descent
+    from atlas_cli.core.granularity import by_block
+    from atlas_cli.core.optimizers import Descender, Descent
     from atlas_cli.core.stacks import stack_blocks
-    from atlas_cli.data import open_dataset
-    from atlas_cli.learn import descend
-    from atlas_cli.pixels import Pixels, view_of
-    from atlas_cli.streams import Stream, Streams, Training
-    from atlas_cli.towers import Tower
-    from atlas_cli.vision import import_open_clip
+    from atlas_cli.datasets.dataset import open_dataset
+    from atlas_cli.datasets.pixels import Pixels, view_of
+    from atlas_cli.learning.batches import Stream, Streams, Training
+    from atlas_cli.learning.loop import descend
+    from atlas_cli.models.composed import Tower
+    from atlas_cli.torchvision_repair import import_open_clip
 
     open_clip = import_open_clip()
     before = resident()

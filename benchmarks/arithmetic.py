@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from few_shot import CONTROL, TARGETS, make_vectors, table, vector_file
 
-from atlas_cli.commands.adding import Adding
-from atlas_cli.commands.learning import Command, resolve
-from atlas_cli.commands.learning_options import Wishes
-from atlas_cli.commands.negating import Negating
-from atlas_cli.contest import merged
-from atlas_cli.data import open_dataset
-from atlas_cli.learning import Prepared, prepared
-from atlas_cli.learning_recipe import learning_recipe
-from atlas_cli.pixels import Pixels
-from atlas_cli.selection import begin, choose, learn, settle
-from atlas_cli.settings import parse_merge
-from atlas_cli.streams import score
+from atlas_cli.cli.add import Adding
+from atlas_cli.cli.learning import Command, resolve
+from atlas_cli.cli.negate import Negating
+from atlas_cli.cli.options import Wishes
+from atlas_cli.datasets.dataset import open_dataset
+from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.learning.baselines import merged
+from atlas_cli.learning.batches import score
+from atlas_cli.learning.selection import begin, choose, learn, settle
+from atlas_cli.learning.setup import Prepared, prepared
+from atlas_cli.recipes.learning import learning_recipe
+from atlas_cli.recipes.merge_parameters import parse_merge
 
 MERGES = {
     "averaging": "linear",

@@ -22,18 +22,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 
-from atlas_cli.builtin import TASKS, draw, label_of, model_folder
-from atlas_cli.builtin.captions import any_concept, say
-from atlas_cli.builtin.concepts import Concept
-from atlas_cli.builtin.scenes import picture
-from atlas_cli.builtin.styles import CLEAN
-from atlas_cli.data import open_dataset
-from atlas_cli.finetune import prepared
-from atlas_cli.finetune_recipe import FinetuneRecipe
-from atlas_cli.learning import Inputs
-from atlas_cli.models import Opening
-from atlas_cli.sources import locate, parse_reference
-from atlas_cli.vision import import_open_clip
+from atlas_cli.datasets.builtin import TASKS, draw, label_of
+from atlas_cli.datasets.builtin.captions import any_concept, say
+from atlas_cli.datasets.builtin.concepts import Concept
+from atlas_cli.datasets.builtin.scenes import picture
+from atlas_cli.datasets.builtin.styles import CLEAN
+from atlas_cli.datasets.dataset import open_dataset
+from atlas_cli.learning.finetune import prepared
+from atlas_cli.learning.setup import Inputs
+from atlas_cli.models.clip import Opening
+from atlas_cli.recipes.finetune import FinetuneRecipe
+from atlas_cli.sources.builtin import model_folder
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.torchvision_repair import import_open_clip
 
 Tokenizer = Callable[[list[str]], torch.Tensor]
 Data = tuple[torch.Tensor, torch.Tensor]

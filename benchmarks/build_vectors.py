@@ -15,11 +15,12 @@ from pathlib import Path
 
 import storage
 
-from atlas_cli.bases import open_base
-from atlas_cli.builtin import VECTORS, vector_file
 from atlas_cli.core.storage import Form
-from atlas_cli.extract import Options, extract_to
-from atlas_cli.sources import locate, parse_reference
+from atlas_cli.sources.builtin import VECTORS, vector_file
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors.bases import open_base
+from atlas_cli.vectors.extract import Options, extract_to
 
 STEPS, RATE = 400, 1e-3
 

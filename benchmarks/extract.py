@@ -102,7 +102,7 @@ def write(output: Path, size: int) -> None:
 
 def hashed(folder: Path, output: Path, size: int) -> None:
     """Hash both models, one in a thread each, and write as many bytes as the vector has."""
-    from atlas_cli.sources import sha256_of
+    from atlas_cli.sources.locate import sha256_of
 
     with ThreadPoolExecutor(2) as pool:
         for name in ("base", "finetuned"):
@@ -117,9 +117,10 @@ def memory(field: str) -> int:
 
 
 def extract(folder: Path, output: Path, name: str = "finetuned") -> None:
-    from atlas_cli.bases import open_base
-    from atlas_cli.extract import Options, extract_to
-    from atlas_cli.sources import locate, parse_reference
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.vectors.bases import open_base
+    from atlas_cli.vectors.extract import Options, extract_to
 
     base, finetuned = (locate(parse_reference(str(folder / n))) for n in ("base", name))
     extract_to(output, "random", open_base(base, "visual"), finetuned, Options())
@@ -190,7 +191,7 @@ def hashing() -> float:
 
 def measure(folder: Path, runs: int) -> dict[str, object]:
     """In a process of its own: the peak of the first run, then times."""
-    import atlas_cli.extract  # noqa: F401
+    import atlas_cli.vectors.extract  # noqa: F401
 
     output = folder / "out.safetensors"
     os.environ["ATLAS_CACHE"] = str(folder / "cache")

@@ -28,19 +28,20 @@ import storage
 import torch
 import torch.nn.functional as F
 
-from atlas_cli.bases import open_base
-from atlas_cli.builtin import TASKS
 from atlas_cli.core.storage import Form
-from atlas_cli.data import few_shot, open_dataset
-from atlas_cli.extract import Options, extract_to
-from atlas_cli.fit import fit
-from atlas_cli.learning import Inputs, Prepared, prepared
-from atlas_cli.learning_recipe import FitRecipe
-from atlas_cli.models import Opening
-from atlas_cli.pixels import Pixels
-from atlas_cli.selection import begin, learn, settle
-from atlas_cli.sources import locate, parse_reference
-from atlas_cli.streams import score as score_images
+from atlas_cli.datasets.builtin import TASKS
+from atlas_cli.datasets.dataset import few_shot, open_dataset
+from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.learning.batches import score as score_images
+from atlas_cli.learning.fit import fit
+from atlas_cli.learning.selection import begin, learn, settle
+from atlas_cli.learning.setup import Inputs, Prepared, prepared
+from atlas_cli.models.clip import Opening
+from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors.bases import open_base
+from atlas_cli.vectors.extract import Options, extract_to
 
 CONTROL = "everything"
 TARGETS = [task for task in TASKS if task != CONTROL]

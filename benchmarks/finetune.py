@@ -68,10 +68,10 @@ def ours(
     checkpoint: bool = False,
     parts: int = 1,
 ) -> Iterator[object]:
-    from atlas_cli.core.descent import Descent, WeightDescender
-    from atlas_cli.core.objectives import cross_entropy, logits_of
-    from atlas_cli.learn import Steady, descend
-    from atlas_cli.tunable import TunedTower, checkpoint_activations, names_of
+    from atlas_cli.core.losses import cross_entropy, logits_of
+    from atlas_cli.core.optimizers import Descent, WeightDescender
+    from atlas_cli.learning.loop import Steady, descend
+    from atlas_cli.models.trainable import TunedTower, checkpoint_activations, names_of
 
     class Batch(Steady):
         """The same images again and again."""

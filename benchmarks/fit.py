@@ -55,7 +55,7 @@ def scene() -> tuple[int, Any, Any, Any, Any]:
     """The memory before it, an image tower, a batch of images, their labels and a head."""
     import torch
 
-    from atlas_cli.vision import import_open_clip
+    from atlas_cli.torchvision_repair import import_open_clip
 
     open_clip = import_open_clip()
     torch.manual_seed(0)
@@ -125,11 +125,11 @@ def naive(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
 def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     import torch
 
-    from atlas_cli.core.blocks import by_block
     from atlas_cli.core.compose import Composition
-    from atlas_cli.core.descent import Descender, Descent
+    from atlas_cli.core.granularity import by_block
+    from atlas_cli.core.optimizers import Descender, Descent
     from atlas_cli.core.stacks import stack_blocks
-    from atlas_cli.towers import Crew, Tower
+    from atlas_cli.models.composed import Crew, Tower
 
     tower.requires_grad_(False)
     base = {name: tensor.detach() for name, tensor in tower.named_parameters()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
-from atlas_cli.builtin import TASKS, draw, label_of
+from atlas_cli.datasets.builtin import TASKS, draw, label_of
 
 Shift = Callable[[Image.Image, float, int], Image.Image]
 

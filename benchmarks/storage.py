@@ -21,12 +21,14 @@ import build_tiny
 import torch
 from safetensors.torch import save_file
 
-from atlas_cli.bases import Base, open_base
-from atlas_cli.builtin import TASKS, model_folder
 from atlas_cli.core.storage import Form, decode
-from atlas_cli.extract import Extracted, Options, extract_to
-from atlas_cli.sources import locate, parse_reference, sha256_of
-from atlas_cli.vectors import open_vector
+from atlas_cli.datasets.builtin import TASKS
+from atlas_cli.sources.builtin import model_folder
+from atlas_cli.sources.locate import locate, sha256_of
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors.bases import Base, open_base
+from atlas_cli.vectors.extract import Extracted, Options, extract_to
+from atlas_cli.vectors.format import open_vector
 
 FORMS = {
     "fp32": Form(),

@@ -24,11 +24,11 @@ import few_shot
 import torch
 from shifts import CONDITIONS, labels_of, write_task
 
-from atlas_cli.commands.adapting import Adapting
-from atlas_cli.commands.learning import plan_recipe, resolve
-from atlas_cli.commands.learning_options import Wishes
-from atlas_cli.learning import prepared
-from atlas_cli.selection import begin, learn, settle
+from atlas_cli.cli.learning import plan_recipe, resolve
+from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.tta import Adapting
+from atlas_cli.learning.selection import begin, learn, settle
+from atlas_cli.learning.setup import prepared
 
 TARGETS = few_shot.TARGETS
 METHODS = {

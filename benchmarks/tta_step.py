@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from atlas_cli.commands.adapting import Adapting
-from atlas_cli.commands.fitting import Fitting
-from atlas_cli.commands.learning import Command, plan_recipe, resolve
-from atlas_cli.commands.learning_options import Wishes
-from atlas_cli.learning import prepared
-from atlas_cli.selection import Moment, begin, learn
+from atlas_cli.cli.fit import Fitting
+from atlas_cli.cli.learning import Command, plan_recipe, resolve
+from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.tta import Adapting
+from atlas_cli.learning.selection import Moment, begin, learn
+from atlas_cli.learning.setup import prepared
 
 OBJECTIVES = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
 

@@ -19,7 +19,7 @@ What `--help` prints. This page is written by `python docs/build_commands.py`.
 
 def page() -> str:
     """The text of docs/commands.md."""
-    from atlas_cli.commands.app import app
+    from atlas_cli.cli.app import app
 
     names = [str(command.name) for command in app.registered_commands]
     sections = [f"\n## `atlas`\n\n```text\n{_help()}```\n"]

@@ -148,7 +148,7 @@ def _respect_permissions() -> None:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """Run atlas within the test's own process: quicker, and the same code."""
-    from atlas_cli.commands.app import main
+    from atlas_cli.cli.app import main
 
     def call_main(*arguments: str | Path) -> Result:
         capsys.readouterr()
@@ -166,7 +166,7 @@ def write_open_clip(
     import torch
     from safetensors.torch import save_file
 
-    from atlas_cli.models import Blueprint, build
+    from atlas_cli.models.clip import Blueprint, build
 
     torch.manual_seed(seed)
     module, _ = build(Blueprint(config, preprocess))

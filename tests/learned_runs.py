@@ -15,7 +15,7 @@ QUICK = ("--batch-size", "8", "--epochs", "2", "--min-steps", "2", "--lr", "0.3"
 
 def write_world(root: Path) -> Path:
     """A base, task vectors `birds` and `<cars>` of it, and images of two classes."""
-    from atlas_cli.commands.app import main
+    from atlas_cli.cli.app import main
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     base = write_open_clip(root / "base")
@@ -44,7 +44,7 @@ def write_tuned(base: Path, folder: Path, seed: int) -> Path:
 
 def learn(world: Path, command: str, folder: Path, *more: str | Path) -> Path:
     """The folder of a run."""
-    from atlas_cli.commands.app import main
+    from atlas_cli.cli.app import main
 
     given = [command, world / "photos", "--model", world / "base", "--vectors", world / "v"]
     given += [*QUICK, *more, "-o", folder]

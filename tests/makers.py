@@ -23,8 +23,7 @@ from atlas_cli.core.storage import (
     quantise,
     relative_error,
 )
-from atlas_cli.headers import BlockInfo, Header, to_metadata
-from atlas_cli.vectors import stored_tensors
+from atlas_cli.vectors.format import BlockInfo, Header, stored_tensors, to_metadata
 
 LAYER = "visual.transformer.resblocks.{}.{}"
 ATTENTION, MLP, BIAS = "attn.in_proj_weight", "mlp.c_fc.weight", "mlp.c_fc.bias"
@@ -132,10 +131,11 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Pa
 
 def write_moved_tiny(path: Path, *, seed: int = 0, size: float = 0.02) -> Path:
     """The task vector of the built-in model after a random step of that relative size."""
-    from atlas_cli.bases import open_base
-    from atlas_cli.builtin import model_folder
-    from atlas_cli.extract import Options, extract_to
-    from atlas_cli.sources import locate, parse_reference
+    from atlas_cli.sources.builtin import model_folder
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.vectors.bases import open_base
+    from atlas_cli.vectors.extract import Options, extract_to
 
     random = torch.Generator().manual_seed(seed)
     weights = load_file(model_folder("tiny") / "open_clip_model.safetensors")

@@ -15,22 +15,23 @@ from makers import rewrite_header
 from test_extract import run
 from test_lora import adapt, clip, small_config
 
-from atlas_cli import layouts
-from atlas_cli.core.blocks import by_block
 from atlas_cli.core.compose import Composition, compose
-from atlas_cli.core.descent import Descender
-from atlas_cli.core.objectives import entropy, logits_of
+from atlas_cli.core.granularity import by_block
+from atlas_cli.core.losses import entropy, logits_of
+from atlas_cli.core.optimizers import Descender
 from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
-from atlas_cli.differences import Choice
-from atlas_cli.learn import Steady, descend
-from atlas_cli.learning import training_of
-from atlas_cli.learning_recipe import AddRecipe, learning_recipe, parse_clamp
-from atlas_cli.models import Blueprint, build, fill, read_tensors
-from atlas_cli.pools import compose_pool, open_pool
-from atlas_cli.sources import locate, parse_reference
-from atlas_cli.towers import Tower
-from atlas_cli.vision import import_open_clip
+from atlas_cli.learning.loop import Steady, descend
+from atlas_cli.learning.setup import training_of
+from atlas_cli.models import tensor_names
+from atlas_cli.models.clip import Blueprint, build, fill, read_tensors
+from atlas_cli.models.composed import Tower
+from atlas_cli.recipes.learning import AddRecipe, learning_recipe, parse_clamp
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.vectors.differences import Choice
+from atlas_cli.vectors.pool import compose_pool, open_pool
 
 import_open_clip()  # mends torchvision, which the libraries below import too
 transformers = pytest.importorskip("transformers")
@@ -234,7 +235,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def image_tower(folder: Path) -> torch.nn.Module:
     """The image tower of a folder of transformers, as open_clip builds it."""
     config = json.loads((folder / "config.json").read_text())
-    module, _ = build(Blueprint(layouts.model_config(config, str(folder)), HALF))
+    module, _ = build(Blueprint(tensor_names.model_config(config, str(folder)), HALF))
     fill(module, read_tensors(locate(parse_reference(str(folder)))), str(folder))
     return module.visual.eval().requires_grad_(False)
 

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted(DOCS.glob("*.md
 
 
 def test_every_command_is_in_readme():
-    from atlas_cli.commands.app import app
+    from atlas_cli.cli.app import app
 
     for command in app.registered_commands:
         assert f"`atlas {command.name}" in README, command.name

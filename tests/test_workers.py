@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from atlas_cli.workers import in_order
+from atlas_cli.parallel import in_order
 
 
 def test_results_come_in_the_order_of_the_items():

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.methods.method import Method, Parameter, Tile, Values, tile_of
-from atlas_cli.core.methods.registry import METHODS
+from atlas_cli.merge_methods.method import Method, Parameter, Tile, Values, tile_of
+from atlas_cli.merge_methods.registry import METHODS
 
 
 def rows_of(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.blocks import Layout, Placement, Scattered, Segments
+from atlas_cli.core.granularity import Layout, Placement, Scattered, Segments
 from atlas_cli.core.stacks import FactorStack, Stack, add, dot, scatter_add, scattered_dot, widest
 
 Tensors = Mapping[str, torch.Tensor]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core import kernels
-from atlas_cli.core.blocks import Scattered, indices
+from atlas_cli.core.granularity import Scattered, indices
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.native import kernels
 
 _SUMMED = 1 << 15  # elements whose products are summed in float32: more would cost digits
 _TILE = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements, of all vectors together, expanded at a time

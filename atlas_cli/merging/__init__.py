@@ -1,1 +1,1 @@
-"""The engine of `atlas merge`: inputs, a plan from headers, tiles, and a folder at the end."""
+"""A merge recipe -> plan -> tiles -> one model folder."""

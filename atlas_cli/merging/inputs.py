@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from atlas_cli.checkpoint import open_tensors
 from atlas_cli.core.storage import Factors
 from atlas_cli.errors import MismatchError
-from atlas_cli.lora import open_adapter
-from atlas_cli.merging.families import plain, renamed
-from atlas_cli.models import unwrapped
-from atlas_cli.sources import Source
-from atlas_cli.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.checkpoint import open_tensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.models.lora import open_adapter
+from atlas_cli.models.tensor_names import plain, renamed, unwrapped
+from atlas_cli.sources.locate import Source
 
 _SHOWN = 5
 

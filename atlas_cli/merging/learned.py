@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from atlas_cli import layouts
-from atlas_cli.checkpoint import open_safetensors
-from atlas_cli.core.blocks import Layout, choose_layout
 from atlas_cli.core.compose import Composition, compose_block
-from atlas_cli.core.operands import Target
+from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
-from atlas_cli.merge_recipe import MergeRecipe, VectorFile
-from atlas_cli.merging.families import block_of, piece
-from atlas_cli.merging.makers import How, Model, check_finite, copied
+from atlas_cli.io.checkpoint import open_safetensors
+from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merging.plan import Output
-from atlas_cli.models import normalised, open_model
-from atlas_cli.pools import Pool, moved, open_pool
-from atlas_cli.sources import Source
-from atlas_cli.tensors import LazyTensor
-from atlas_cli.vectors import in_scope
+from atlas_cli.merging.produce import How, Model, check_finite, copied
+from atlas_cli.models import tensor_names
+from atlas_cli.models.clip import open_model
+from atlas_cli.models.tensor_names import block_of, normalised, piece
+from atlas_cli.native.operands import Target
+from atlas_cli.recipes.merge import MergeRecipe, VectorFile
+from atlas_cli.sources.locate import Source
+from atlas_cli.vectors.format import in_scope
+from atlas_cli.vectors.pool import Pool, moved, open_pool
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # not learned by gradients
 
@@ -109,7 +109,7 @@ def open_learned(recipe: MergeRecipe, source: Source, layout: Model, how: How) -
     table = _coefficients(recipe.coefficients, pool, columns)
     return ByCoefficients(
         *(layout, blocks, pool, columns, table),
-        transformers=layouts.is_transformers(layout.tensors),
+        transformers=tensor_names.is_transformers(layout.tensors),
         how=how,
     )
 

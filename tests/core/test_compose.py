@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from atlas_cli.core import blocks as granularity
-from atlas_cli.core.blocks import Layout, Scattered, Shapes, indices
+from atlas_cli.core import granularity
 from atlas_cli.core.compose import Composition, coefficient_gradient, compose, compose_block
+from atlas_cli.core.granularity import Layout, Scattered, Shapes, indices
 from atlas_cli.core.stacks import FactorStack, MappedStack, map_blocks, stack_blocks
 from atlas_cli.core.storage import Block, Dense, Factors, Part, decode, factorise, quantise
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.signs import Signs, objection, read_signs
+from atlas_cli.core.unlabelled import Signs, objection, read_signs
 
 UNIFORM = torch.full((4,), 0.25)
 

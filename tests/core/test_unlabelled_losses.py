@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core import objectives
+from atlas_cli.core import losses
 
 
 def test_contrast_is_the_loss_written_out_pair_by_pair():
@@ -20,7 +20,7 @@ def test_contrast_is_the_loss_written_out_pair_by_pair():
             for j in range(5)
         ]
         total += -math.log(like[i] / sum(like)) / 5
-    assert objectives.contrast(strong, weak, 0.2).item() == pytest.approx(total)
+    assert losses.contrast(strong, weak, 0.2).item() == pytest.approx(total)
 
 
 def test_balanced_entropy_adds_the_divergence_of_the_mean_prediction():
@@ -30,14 +30,14 @@ def test_balanced_entropy_adds_the_divergence_of_the_mean_prediction():
     entropy = -(rows * rows.log()).sum(dim=1).mean()
     prior = torch.tensor([0.5, 0.5])
     apart = (prior * (prior / mean).log()).sum()
-    found = objectives.balanced_entropy(logits, prior)
+    found = losses.balanced_entropy(logits, prior)
     assert found.item() == pytest.approx((entropy + apart).item())
-    assert objectives.entropies(logits).mean().item() == pytest.approx(entropy.item())
+    assert losses.entropies(logits).mean().item() == pytest.approx(entropy.item())
 
 
 def test_soft_targets_of_one_class_are_labels():
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 2, 1, 1])
     targets = torch.nn.functional.one_hot(labels, 3).float()
-    found = objectives.soft_cross_entropy(logits, targets, torch.tensor(4.0))
-    assert found.item() == pytest.approx(objectives.cross_entropy(logits, labels).item())
+    found = losses.soft_cross_entropy(logits, targets, torch.tensor(4.0))
+    assert found.item() == pytest.approx(losses.cross_entropy(logits, labels).item())

@@ -1,0 +1,92 @@
+"""The list of commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from atlas_cli import __version__
+from atlas_cli.cli import console
+from atlas_cli.cli.add import add
+from atlas_cli.cli.demo import demo
+from atlas_cli.cli.draw import draw
+from atlas_cli.cli.eval import evaluate
+from atlas_cli.cli.extract import extract
+from atlas_cli.cli.finetune import finetune
+from atlas_cli.cli.fit import fit
+from atlas_cli.cli.inspect import inspect
+from atlas_cli.cli.merge import merge
+from atlas_cli.cli.negate import negate
+from atlas_cli.cli.options import VariadicCommand
+from atlas_cli.cli.report import report
+from atlas_cli.cli.tta import tta
+from atlas_cli.errors import AtlasError, nearest
+
+_EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
+
+# Plain help: drawing it with rich would take longer than all the rest of the start.
+app = typer.Typer(
+    name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
+)
+app.command("demo", cls=VariadicCommand)(demo)
+app.command("eval", cls=VariadicCommand)(evaluate)
+app.command("draw", cls=VariadicCommand)(draw)
+app.command("finetune", cls=VariadicCommand)(finetune)
+app.command("extract", cls=VariadicCommand)(extract)
+app.command("fit", cls=VariadicCommand)(fit)
+app.command("negate", cls=VariadicCommand)(negate)
+app.command("add", cls=VariadicCommand)(add)
+app.command("tta", cls=VariadicCommand)(tta)
+app.command("inspect", cls=VariadicCommand)(inspect)
+app.command("merge", cls=VariadicCommand)(merge)
+app.command("report", cls=VariadicCommand)(report)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.emit(f"atlas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _atlas(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Learn, merge and evaluate task vectors of CLIP models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and give its exit code. A user's mistake is one line on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given or ["--help"], prog_name="atlas", standalone_mode=False)
+    except AtlasError as problem:
+        for line in str(problem).splitlines():
+            console.error(line)
+        return problem.exit_code
+    except typer.TyperException as problem:
+        console.error(_in_one_line(problem))
+        return problem.exit_code
+    except SystemExit:  # typer's answer to a reader that went away while help was printed
+        console.error(console.CLOSED)
+        return 1
+    if code == 130:
+        console.note("interrupted")
+    return code or 0
+
+
+def _in_one_line(problem: typer.TyperException) -> str:
+    """What typer says of a bad command line, with the nearest right word."""
+    option = getattr(problem, "option_name", None)
+    if option and hasattr(problem, "possibilities"):
+        command = getattr(problem, "cmd", None)
+        names = [name for param in getattr(command, "params", []) for name in param.opts]
+        close = nearest(option.strip("-"), [name.strip("-") for name in names])
+        return f"no such option: {option}" + close.replace(" '", " '--")
+    return " ".join(problem.format_message().split())

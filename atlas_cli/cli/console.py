@@ -1,0 +1,268 @@
+"""What commands read from stdin."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+CLOSED = "stdout was closed before everything was written"
+_PIECE = 1 << 15  # half of what a pipe holds
+_FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
+
+
+def emit(result: object, *, as_json: bool = False) -> None:
+    """Write a result to stdout: as JSON, or as its own text."""
+    if as_json:
+        value = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result  # type: ignore[arg-type]
+        write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    else:
+        write(f"{result}\n")
+
+
+def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write rows to stdout as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write(text.getvalue())
+
+
+def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
+    """Draw rows on the terminal behind stdout. A column with nothing in it is left out."""
+    from rich.console import Console
+
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
+    drawn = _side_by_side if least <= console.width else _below_each_other
+    console.print(drawn(columns, rows, caption))
+    write(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
+    """What a column needs: a number is never cut, a text is folded."""
+    widest = max(len(text) for text in (name, *(row[name] for row in rows)))
+    return widest if _is_numeric(name, rows) else min(widest, _FOLDED)
+
+
+def _is_numeric(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    return all(row[name][:1] in "+-0123456789" for row in rows)
+
+
+def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str) -> Table:
+    """A line for every row."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE_HEAD
+    table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
+    for name in columns:
+        is_number = _is_numeric(name, rows)
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in columns))
+    return table
+
+
+def _below_each_other(
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str
+) -> Table:
+    """A line for every cell, where rows would be too wide."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE
+    table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
+    table.add_column("", overflow="fold", style="bold")
+    table.add_column("", overflow="fold")
+    for row in rows:
+        for name in columns:
+            table.add_row(name, Text(row[name]))
+        table.add_section()
+    return table
+
+
+def write(text: str) -> None:
+    """Write text to stdout, all of it or an error."""
+    with _stdout() as stdout:
+        for start in range(0, len(text), _PIECE):  # a reader that left is noticed between pieces
+            stdout.write(text[start : start + _PIECE])
+            stdout.flush()
+
+
+def write_file(file: BinaryIO) -> None:
+    """Copy a file to stdout, all of it or an error."""
+    with _stdout() as stdout:
+        shutil.copyfileobj(file, stdout.buffer, _PIECE)
+
+
+@contextmanager
+def _stdout() -> Iterator[TextIO]:
+    if sys.stdout is None:
+        raise AtlasError(CLOSED)
+    try:
+        yield sys.stdout
+        sys.stdout.flush()
+    except BrokenPipeError as problem:
+        _drop_stdout()
+        raise ClosedError(CLOSED) from problem
+    except OSError as problem:
+        _drop_stdout()
+        raise AtlasError(f"stdout: cannot be written: {problem.strerror}") from problem
+
+
+def _drop_stdout() -> None:
+    """Point stdout at nothing, so that closing it at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal() -> bool:
+    """Whether a person is looking at stdout."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+# Talk -----------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Write lines to stderr as they are."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def note(text: str) -> None:
+    """Say something on stderr."""
+    say(f"atlas: {text}")
+
+
+def error(text: str) -> None:
+    """Say on stderr what went wrong."""
+    note(f"error: {text}")
+
+
+def warn(text: str) -> None:
+    """Say on stderr what may surprise."""
+    note(f"warning: {text}")
+
+
+def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Say rows on stderr, one line each, in columns."""
+    if sys.stderr is None:
+        return
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        sys.stderr.write(f"  {'  '.join(cells).rstrip()}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that the given function moves; none without a terminal or when quiet."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True, no_color=_no_color()), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def training(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr: what is said of a step, images per second, and the time that remains."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text, images: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    speed = "{task.fields[rate]:.0f} images/s"
+    columns = ("learning", BarColumn(), "{task.completed}/{task.total}", "{task.fields[text]}")
+    console = Console(stderr=True, no_color=_no_color())
+    with Progress(*columns, TextColumn(speed), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("learning", total=total, text="", rate=0.0)
+
+        def show(text: str, images: int) -> None:
+            steps = bar.tasks[0].speed or 0.0
+            bar.update(task, advance=1, text=text, rate=steps * images)
+
+        yield show
+
+
+def _no_color() -> bool | None:
+    return bool(os.environ.get("NO_COLOR")) or None
+
+
+def _width() -> int | None:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def percent(value: Any, *, sign: bool = False) -> str:
+    """A fraction as percent with two decimals; nothing for None."""
+    return "" if value is None else f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
+
+
+@contextmanager
+def spooled_stdin(suffix: str) -> Iterator[Path]:
+    """A temporary file with everything that stdin gives, for readers that must seek.
+
+    Errors about the file say "stdin", since its own name means nothing to the user.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("- reads stdin, which is no pipe and no file")
+    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
+        path = Path(folder) / f"stdin{suffix}"
+        try:
+            with path.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        except OSError as problem:
+            raise AtlasError(
+                f"stdin: cannot be kept in {Path(folder).parent}: {problem.strerror}; "
+                "set TMPDIR to a folder with room"
+            ) from problem
+        if not path.stat().st_size:
+            raise CheckpointError("stdin: is empty")
+        try:
+            yield path
+        except CheckpointError as problem:
+            raise CheckpointError(str(problem).replace(str(path), "stdin")) from problem
+
+
+def read_text(name: str) -> tuple[str, str]:
+    """The text of a recipe and the name to call it by."""
+    try:
+        return (sys.stdin.read(), "stdin") if name == "-" else (Path(name).read_text("utf-8"), name)
+    except FileNotFoundError as problem:
+        raise UsageError(f"no such recipe: {name}") from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem

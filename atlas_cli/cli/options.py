@@ -1,0 +1,244 @@
+"""The options that every learning command has, declared once and added to each."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+
+class VariadicCommand(TyperCommand):
+    """A command whose repeatable options take any number of values: `--data A B C`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse after writing `--data A B` as `--data A --data B`."""
+        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
+        return list(super().parse_args(ctx, spread(args, repeatable)))
+
+
+def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
+    """Repeat an option before each of its values; another option, or --, ends them."""
+    spelt: list[str] = []
+    current, taken = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            current, taken = (argument if argument in repeatable else ""), 0
+            spelt.append(argument)
+        else:
+            spelt += [current, argument] if current and taken else [argument]
+            taken += 1
+    return spelt
+
+
+def _check_device(device: str) -> str:
+    from atlas_cli.errors import UsageError, nearest
+
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        hint = nearest(device, ["auto", "cpu", "cuda", "mps"])
+        raise UsageError(f"--device {device}: expected auto, cpu, cuda, cuda:N or mps{hint}")
+    return device
+
+
+def _check_split(split: str | None) -> str | None:
+    from atlas_cli.datasets.dataset import SPLITS
+    from atlas_cli.errors import UsageError, nearest
+
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"--split {split}: expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
+    return split
+
+
+def _check_templates(templates: list[str] | None) -> list[str]:
+    from atlas_cli.datasets.dataset import check_templates
+
+    return list(check_templates(templates or [], "--template"))
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes on stderr.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Decides everything that is random; default 0.", min=0)
+]
+Device = Annotated[
+    str,
+    typer.Option(help="auto, cpu, cuda, cuda:N or mps.", metavar="DEVICE", callback=_check_device),
+]
+Architecture = Annotated[
+    str | None,
+    typer.Option("--arch", metavar="NAME", help="open_clip architecture of a bare weight file."),
+]
+TextModel = Annotated[
+    str | None,
+    typer.Option("--text", metavar="MODEL", help="Model whose text tower an image tower takes."),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(metavar="SPLIT", help="train, val or test; default test.", callback=_check_split),
+]
+Templates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template",
+        metavar="TEXT",
+        help="Prompt with {} for the class name, instead of the data's own.",
+        callback=_check_templates,
+    ),
+]
+Shots = Annotated[
+    int | None, typer.Option(min=1, help="Take this many images per class, drawn by the seed.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Images at once; smaller by itself if memory ends.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that decode images; 0 for none.")
+]
+SkipBroken = Annotated[
+    bool, typer.Option("--skip-broken", help="Leave out images that cannot be decoded.")
+]
+OutputFolder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must not exist.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw .png, .svg, .html or .pdf (extra: plot).",
+    ),
+]
+AllowGlobals = Annotated[
+    list[str] | None,
+    typer.Option("--allow-global", metavar="NAME", help="Names a pickle may hold; never called."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+
+
+def _option(kind: Any, *names: str, **more: Any) -> Any:
+    return Annotated[kind | None, typer.Option(*names, **more)]
+
+
+_FLAGS: dict[str, Any] = {
+    "model": _option(str, "--model", metavar="BASE", help="The base model."),
+    "vectors": _option(
+        list[str],
+        "--vectors",
+        "--vector",
+        metavar="FILE...",
+        help="Task vectors, or folders of them.",
+    ),
+    "shots": _option(
+        str, "--shots", metavar="K", help="Images per class, a fraction, or all (default)."
+    ),
+    "method": _option(
+        str,
+        "--method",
+        metavar="HOW",
+        help="learned (default), or search: the best single scale; for add also isotropic.",
+    ),
+    "select": _option(str, "--select", metavar="HOW", help="What decides which epoch is kept."),
+    "granularity": _option(
+        str, "--granularity", metavar="WHAT", help="block (default), vector, qkv or partition:K."
+    ),
+    "groups": _option(
+        list[str], "--group", metavar="REGEX", help="Blocks that share a coefficient, by name."
+    ),
+    "epochs": _option(int, "--epochs", help="Passes over the images."),
+    "lr": _option(float, "--lr", help="Learning rate."),
+    "schedule": _option(str, "--schedule", metavar="HOW", help="cosine or constant."),
+    "weight_decay": _option(float, "--weight-decay", help="AdamW's weight decay."),
+    "batch_size": _option(int, "--batch-size", help="Images per step; 128."),
+    "accumulate": _option(int, "--accumulate", help="Parts of a batch; 1."),
+    "min_steps": _option(int, "--min-steps", help="Steps per epoch, at least; 10."),
+    "clip": _option(float, "--clip", help="Largest norm of a gradient; 1."),
+    "penalty": _option(
+        str, "--penalty", metavar="NORM", help="l1:WEIGHT or l2:WEIGHT on coefficients."
+    ),
+    "augment": _option(
+        str,
+        "--augment",
+        metavar="HOW",
+        help="flip (crops and mirror images), crop or none.",
+    ),
+    "linearised": Annotated[
+        bool, typer.Option("--linearised", help="First-order Taylor expansion at the base.")
+    ],
+    "memory": _option(
+        str, "--memory", metavar="SIZE", help="Budget for the vectors; default 2GiB."
+    ),
+    "split": Split,
+    "templates": Templates,
+    "arch": Architecture,
+    "text": TextModel,
+    "seed": Seed,
+}
+_WISHES: dict[str, Any] = {
+    "folder": _option(Path, "--output", "-o", metavar="DIR", help="Folder of the run."),
+    "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in -o DIR.")],
+    "force": Force,
+    "threads": _option(int, "--threads", min=1, help="Cores to use; default all."),
+    "device": Device,
+    "as_json": AsJson,
+    "quiet": Quiet,
+}
+_DEFAULTS: dict[str, Any] = {"device": "auto"}
+_SWITCHES = {"linearised", "resume", "force", "as_json", "quiet"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What concerns this run only and does not change its result."""
+
+    folder: Path | None = None
+    resume: bool = False
+    force: bool = False
+    threads: int | None = None
+    device: str = "auto"
+    as_json: bool = False
+    quiet: bool = False
+
+
+def learning_command(
+    function: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
+    """The command with the options of learning, `without` some, beside its own.
+
+    `function` is called with its own options, and with `flags`, the keys of a recipe that were
+    given, and `wishes`.
+    """
+    own = {
+        name: parameter
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+        if name not in ("flags", "wishes")
+    }
+    offered = [name for name in _FLAGS if name not in without]
+    kinds = {**{name: _FLAGS[name] for name in offered}, **_WISHES}
+    shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
+
+    def command(**given: Any) -> None:
+        wishes = Wishes(**{name: given.pop(name) for name in _WISHES})
+        flags = given_flags({name: given.pop(name) for name in offered})
+        function(**given, flags=flags, wishes=wishes)
+
+    parameters = {**own, **shared}
+    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    command.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+    command.__doc__ = function.__doc__
+    command.__name__ = function.__name__
+    return command
+
+
+def _parameter(name: str, kind: Any) -> inspect.Parameter:
+    default = False if name in _SWITCHES else _DEFAULTS.get(name)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given: a switch that is off and an empty list were not."""
+    return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}

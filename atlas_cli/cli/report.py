@@ -1,0 +1,52 @@
+"""atlas report: learning runs on one page of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atlas_cli.cli import console
+from atlas_cli.cli.options import Force
+from atlas_cli.cli.targets import Target, check_targets
+from atlas_cli.io.files import write_text
+from atlas_cli.reports.charts import check_charts
+from atlas_cli.reports.runs import read_run
+
+
+def run(runs: Sequence[Path], path: str, *, force: bool) -> None:
+    """Read all runs, then write the page and print its path, or the page itself."""
+    target = Target("report", None if path == "-" else Path(path))
+    check_targets([target], force=force)
+    check_charts("atlas report")
+    records = [read_run(folder) for folder in runs]
+
+    from atlas_cli.reports.page import report
+
+    page = report(records)
+    if target.path is None:
+        console.write(page)
+        return
+    with target.folder():
+        write_text(target.path, page)
+    console.emit(target.path)
+
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of learning runs.")]
+OutputFile = Annotated[
+    str, typer.Option("--output", "-o", metavar="FILE", help="Page to write, or - for stdout.")
+]
+
+
+def report(runs: Runs, path: OutputFile, force: Force = False) -> None:
+    """Show runs of fit, negate, add and tta on one page that needs no network (extra: plot).
+
+    It has the coefficients as heat maps, learning curves, classes before and after, the learned
+    recipe, the configuration, and tables that can be sorted.
+
+    Example: atlas report run1 run2 -o report.html
+    """
+
+    run(runs, path, force=force)

@@ -1,0 +1,10 @@
+"""All that is slow to import. Processes are forked from one that has imported this."""
+
+from __future__ import annotations
+
+from atlas_cli.learning import evaluate, finetune, setup, tta  # noqa: F401
+from atlas_cli.merging import merge  # noqa: F401
+from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.vectors import extract  # noqa: F401
+
+import_open_clip()

@@ -1,0 +1,264 @@
+"""Sharpness-aware descent: SGD along the gradient at the worst point nearby, as SAR has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from atlas_cli.core.losses import penalty
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALER = ("scale", "_growth_tracker")
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How coefficients descend; the paper's recipe for a few images per class by default.
+
+    `schedule` is cosine (half a cosine, from the rate to zero) or constant; before it, the rate
+    rises over `warmup` steps. Coefficients count as `low` or `high` where they are beyond, and
+    nothing draws them back from there but the decay. `sharp` asks for sharpness-aware SGD instead
+    of AdamW.
+    """
+
+    rate: float = 0.1
+    decay: float = 0.1
+    clip: float = 1.0
+    penalty_order: int = 1
+    penalty_weight: float = 0.0
+    schedule: str = "cosine"
+    warmup: int = 0
+    sharp: bool = False
+    low: float = -math.inf
+    high: float = math.inf
+
+    def rate_at(self, number: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of so many."""
+        if number < self.warmup:
+            return self.rate * (number + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.rate
+        share = (number - self.warmup) / (steps - self.warmup)
+        return self.rate * (1 + math.cos(math.pi * share)) / 2
+
+    def bounded(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """The coefficients that are composed: a copy, within the bounds."""
+        return coefficients.detach().clamp(self.low, self.high)
+
+
+class _Adam:
+    """Named tensors on their way down, moved where they are, and what AdamW remembers of them."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        steps: int,
+        descent: Descent,
+        *,
+        scaled: bool,
+        fused: bool,
+    ) -> None:
+        self._leaves = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+        self.number = 0
+        self._steps = steps
+        self._descent = descent
+        self._fused = fused
+        self._optimizer = torch.optim.AdamW(
+            self._leaves.values(),
+            lr=descent.rate,
+            weight_decay=descent.decay,
+            foreach=False,
+            fused=fused,
+        )
+        device = next(iter(self._leaves.values())).device.type
+        self.scaler = torch.amp.GradScaler(device, enabled=scaled)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self._descent.rate_at(self.number, self._steps)
+
+    def _descend(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """One step of AdamW along gradients of the (scaled) loss, clipped after unscaling."""
+        for name, gradient in gradients.items():
+            self._leaves[name].grad = gradient
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self._optimizer)
+        self._regularise()
+        torch.nn.utils.clip_grad_norm_(self._leaves.values(), self._descent.clip)
+        self._optimizer.param_groups[0]["lr"] = self.rate
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        self._optimizer.zero_grad()
+        self.number += 1
+
+    def _regularise(self) -> None:
+        """Add to the gradients what does not come from the loss: nothing."""
+
+    def skip(self) -> None:
+        """Count a step that moves nothing."""
+        self.number += 1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next step depends on: the tensors themselves, valid until that step."""
+        found = {name: leaf.detach() for name, leaf in self._leaves.items()}
+        for name, leaf in self._leaves.items():
+            kept = self._optimizer.state.get(leaf, {})
+            found |= {f"{key}.{name}": value for key, value in kept.items()}
+        scaler = self.scaler.state_dict()
+        found |= {f"scaler.{key}": torch.tensor(scaler[key]) for key in _SCALER if scaler}
+        return {**found, "number": torch.tensor(self.number)}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        self.number = int(state["number"].item())
+        for name, leaf in self._leaves.items():
+            with torch.no_grad():
+                leaf.copy_(state[name])
+            if f"step.{name}" in state:  # not before the first step, which an overflow puts off
+                counted = leaf.device if self._fused else "cpu"
+                self._optimizer.state[leaf] = {
+                    "step": state[f"step.{name}"].to(counted, copy=True),
+                    **{key: state[f"{key}.{name}"].to(leaf.device, copy=True) for key in _MOMENTS},
+                }
+        if scaler := self.scaler.state_dict():
+            self.scaler.load_state_dict(
+                {**scaler, **{key: state[f"scaler.{key}"].item() for key in _SCALER}}
+            )
+
+
+class Descender(_Adam):
+    """Coefficients on their way down: the table, and what AdamW remembers of its gradients."""
+
+    def __init__(
+        self, start: torch.Tensor, steps: int, descent: Descent, *, scaled: bool = False
+    ) -> None:
+        self._start = start.clone()
+        tensors = {"coefficients": start.clone()}
+        super().__init__(tensors, steps, descent, scaled=scaled, fused=False)
+        self.coefficients = self._leaves["coefficients"]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The coefficients that are composed: a copy, within the bounds."""
+        return self._descent.bounded(self.coefficients)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """One step along a gradient of the (scaled) loss."""
+        inside = self.values == self.coefficients  # beyond its bounds, a coefficient does nothing
+        self._descend({"coefficients": gradient.to(self.coefficients.dtype) * inside})
+
+    def reset(self) -> None:
+        """Back to the start, with nothing remembered; steps are counted on."""
+        with torch.no_grad():
+            self.coefficients.copy_(self._start)
+        self._optimizer.state.clear()
+
+    def _regularise(self) -> None:
+        if self._descent.penalty_weight and self.coefficients.grad is not None:
+            loss = self._descent.penalty_weight * penalty(
+                self.coefficients, self._descent.penalty_order
+            )
+            self.coefficients.grad += torch.autograd.grad(loss, self.coefficients)[0]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next step depends on: copies."""
+        return {name: tensor.clone() for name, tensor in super().state().items()}
+
+
+class WeightDescender(_Adam):
+    """Weights on their way down, in the very tensors that they are given in."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        steps: int,
+        descent: Descent,
+        *,
+        scaled: bool = False,
+    ) -> None:
+        super().__init__(tensors, steps, descent, scaled=scaled, fused=True)
+
+    @property
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """The weights themselves."""
+        return {name: leaf.detach() for name, leaf in self._leaves.items()}
+
+    def step(self, gradient: Mapping[str, torch.Tensor]) -> None:
+        """One step along gradients of the (scaled) loss, which are used up."""
+        self._descend(gradient)
+
+    def reset(self) -> None:
+        """Weights have no second copy of their start."""
+        raise NotImplementedError("weights are never sent back to their start")
+
+
+RADIUS = 0.05
+_MOMENTUM = 0.9
+_TINY = 1e-12
+
+
+class SharpDescender:
+    """Coefficients that take two gradients per step.
+
+    The first, g, moves them up to w + radius * g / |g|; along the second, taken there, SGD with
+    momentum steps from w. Where a gradient is zero, since nothing was selected, nothing moves.
+    """
+
+    def __init__(self, start: torch.Tensor, steps: int, descent: Descent) -> None:
+        self._start, self._steps, self._descent = start.clone(), steps, descent
+        self.coefficients = start.clone()
+        self.scaler = torch.amp.GradScaler(start.device.type, enabled=False)
+        self.number = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the start, with nothing remembered; steps are counted on."""
+        self.coefficients = self._start.clone()
+        self._momentum = torch.zeros_like(self._start)
+        self._above: torch.Tensor | None = None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self._descent.rate_at(self.number, self._steps)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The coefficients that are composed: a copy; between two gradients, those above."""
+        return self._descent.bounded(self.coefficients if self._above is None else self._above)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Climb along the first gradient; descend along the second, and count a step."""
+        gradient = gradient.to(self.coefficients.dtype)
+        if self._above is None:
+            norm = gradient.norm()
+            self._above = self.coefficients + gradient * (RADIUS / (norm + _TINY))
+            return
+        if gradient.any():
+            decayed = gradient + self._descent.decay * self.coefficients
+            self._momentum = _MOMENTUM * self._momentum + decayed
+            self.coefficients = self.coefficients - self.rate * self._momentum
+        self.skip()
+
+    def skip(self) -> None:
+        """Count a step that moves nothing."""
+        self._above = None
+        self.number += 1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next step depends on."""
+        return {
+            "coefficients": self.coefficients.clone(),
+            "momentum": self._momentum.clone(),
+            "number": torch.tensor(self.number),
+        }
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        self.coefficients = state["coefficients"].to(self._start.device, copy=True)
+        self._momentum = state["momentum"].to(self._start.device, copy=True)
+        self.number = int(state["number"].item())

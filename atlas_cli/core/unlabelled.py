@@ -1,0 +1,114 @@
+"""What predictions tell of a model without labels, and what in them speaks against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """Images whose predicted class is taken for their label: numbers of images, and classes."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def trusted_count(images: int, classes: int, most: int = 100, divisor: int = 4) -> int:
+    """How many images of a class are trusted: images / classes / divisor, 1 at least."""
+    return max(1, min(images // (classes * divisor), most))
+
+
+def trust(probabilities: torch.Tensor, per_class: int) -> Trusted:
+    """Of the images predicted to be of a class, the `per_class` most confident; (images, classes).
+
+    An image is ranked for the class it is predicted to be of, and for no other. There is at least
+    one, and never all of several: then the least confident is left out.
+    """
+    if per_class < 1:
+        raise ValueError(f"cannot trust {per_class} images of a class")
+    confidence, predicted = probabilities.max(dim=1)
+    order = confidence.argsort(descending=True, stable=True)
+    ranked = predicted[order]
+    seen = torch.nn.functional.one_hot(ranked, probabilities.shape[1]).cumsum(dim=0)
+    rank = seen.gather(1, ranked[:, None]).squeeze(1)  # 1 for the most confident of a class
+    chosen = order[rank <= per_class]
+    if len(chosen) == len(probabilities) > 1:
+        chosen = chosen[:-1]
+    chosen = chosen.sort().values
+    return Trusted(chosen, predicted[chosen])
+
+
+def sharpen(probabilities: torch.Tensor, power: float) -> torch.Tensor:
+    """p^power / sum_c p^power: nearer to one class above 1, nearer to all classes below 1."""
+    return (power * probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()).softmax(1)
+
+
+def threshold_at(schedule: tuple[float, float], epoch: int, epochs: int) -> float:
+    """The confidence that a target needs, from the first of a schedule towards the second."""
+    start, end = schedule
+    return start + (end - start) * epoch / epochs
+
+
+def divergence(prior: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """KL(prior | mean) = sum_c prior[c] log(prior[c] / mean[c]); a class of no prior counts 0."""
+    ratio = prior.clamp_min(_TINY).log() - mean.clamp_min(_TINY).log()
+    return (prior * ratio).sum()
+
+
+# What may speak against a model, the gravest first, and why.
+OBJECTIONS = {
+    "collapse": "predictions crowd into fewer classes than before",
+    "disagreement": "views of the same image are told apart more often than before",
+    "doubt": "predictions are hardly better ordered than before",
+}
+_MORE_SKEW = 0.1  # nats
+_LESS_AGREEMENT = 0.1  # of all images
+_MORE_MERIT = 0.03
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Of predictions for images and for other views of them, all without labels.
+
+    `agreement` is the share of images that both views are classified alike in, `entropy` the mean
+    of the predictions' entropies, `skew` the divergence of their mean from a prior, and `merit`
+    what grows as predictions become sure and yet remain spread as the prior says.
+    """
+
+    agreement: float
+    entropy: float
+    skew: float
+    merit: float
+
+
+def read_signs(weak: torch.Tensor, strong: torch.Tensor, prior: torch.Tensor) -> Signs:
+    """The signs of probabilities, (images, classes), for the images and for other views of them.
+
+    merit = 1 - (mean entropy + KL(mean prediction | prior)) / log(classes). With a uniform prior
+    this is the information that predictions hold of images, as a share of the most there can be.
+    """
+    mean = weak.double().mean(dim=0)
+    entropy = torch.special.entr(weak.double()).sum(dim=1).mean().item()
+    skew = divergence(mean, prior.to(mean)).item()
+    return Signs(
+        agreement=(weak.argmax(dim=1) == strong.argmax(dim=1)).double().mean().item(),
+        entropy=entropy,
+        skew=skew,
+        merit=1 - (entropy + skew) / math.log(weak.shape[1]),
+    )
+
+
+def objection(before: Signs, after: Signs) -> str | None:
+    """What speaks against a model that came after another: a key of OBJECTIONS, or None."""
+    if after.skew > before.skew + _MORE_SKEW:
+        return "collapse"
+    if after.agreement < before.agreement - _LESS_AGREEMENT:
+        return "disagreement"
+    if after.merit < before.merit + _MORE_MERIT:
+        return "doubt"
+    return None

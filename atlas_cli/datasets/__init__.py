@@ -1,0 +1,1 @@
+"""Folders, tables and built-in tasks -> images and labels."""

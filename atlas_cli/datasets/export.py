@@ -1,0 +1,64 @@
+"""A dataset -> an image folder that every tool can read."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_cli.datasets.dataset import Dataset
+from atlas_cli.datasets.images import load
+from atlas_cli.errors import AtlasError
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written. Shown as its path, or as JSON."""
+
+    folder: str
+    classes: int
+    images: dict[str, int]
+
+    def __str__(self) -> str:
+        return self.folder
+
+
+def write_folder(
+    datasets: Sequence[Dataset], folder: Path, advance: Callable[[int], None]
+) -> Exported:
+    """Write SPLIT/CLASS/NAME.png for every image. The folder appears when it is complete."""
+    if folder.exists():
+        raise AtlasError(f"{folder}: exists already; remove it or choose another name")
+    if not folder.absolute().parent.is_dir():
+        raise AtlasError(f"{folder.parent}: no such folder")
+    temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
+    try:
+        for dataset in datasets:
+            _write_images(dataset, temporary / dataset.split, advance)
+        _write_lines(temporary / "classnames.txt", sorted(datasets[0].classes, key=_folder_name))
+        _write_lines(temporary / "templates.txt", datasets[0].templates)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    images = {dataset.split: len(dataset.samples) for dataset in datasets}
+    return Exported(str(folder), len(datasets[0].classes), images)
+
+
+def _write_images(dataset: Dataset, folder: Path, advance: Callable[[int], None]) -> None:
+    for name in dataset.classes:
+        (folder / _folder_name(name)).mkdir(parents=True)
+    for sample in dataset.samples:
+        name = dataset.classes[sample.label or 0]
+        load(dataset, sample).save(folder / _folder_name(name) / f"{sample.key}.png")
+        advance(1)
+
+
+def _folder_name(class_name: str) -> str:
+    return class_name.replace(" ", "_").replace("/", "-")
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")

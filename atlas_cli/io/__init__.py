@@ -1,0 +1,1 @@
+"""Bytes: atomic files, lazy tensors, safetensors, pickles read as data."""

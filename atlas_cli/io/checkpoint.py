@@ -1,0 +1,233 @@
+"""Weight files in and out, tensor by tensor, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from atlas_cli.errors import CheckpointError
+from atlas_cli.io.files import whole_file
+from atlas_cli.io.pickles import open_pickle
+from atlas_cli.io.tensors import LazyTensor, Place
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 16 * 2**20  # bytes; a large model has one of a few hundred thousand
+
+
+def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str, LazyTensor]:
+    """The named tensors of one checkpoint, kept in one file or in several shards.
+
+    `allow` lists further globals that a pickle may mention; they are never called.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    for path in files:
+        safe = path.suffix == ".safetensors"
+        found = open_safetensors(path) if safe else open_pickle(path, allow=allow)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{path}: {twice[0]} is also in another shard")
+        tensors |= found
+    return tensors
+
+
+# Reading safetensors --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file."""
+
+    path: Path
+    place: Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped from the file; the map lives as long as the tensor."""
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        offset = self.place.start % mmap.ALLOCATIONGRANULARITY
+        page, length = self.place.start - offset, offset + count * self.dtype.itemsize
+        with self._opened() as file:
+            mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+        if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
+            mapped, offset = bytearray(mapped[offset:]), 0
+        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=offset)
+        return flat.reshape(self.shape)
+
+    def read_part(self, start: int, stop: int) -> torch.Tensor:
+        """Some elements, copied: threads that map and unmap small parts wait for each other."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        content: Any = values.view(torch.uint8).numpy() if len(values) else b""
+        room = memoryview(content)
+        with self._opened() as file:
+            file.seek(self.place.start + start * self.dtype.itemsize)
+            while len(room):
+                if not (count := file.readinto(room)):
+                    raise CheckpointError(f"{self.path}: ended while it was being read")
+                room = room[count:]
+        return values
+
+    @contextmanager
+    def _opened(self) -> Iterator[FileIO]:
+        """The file, if it is still the one whose header was read."""
+        with _explained(self.path), FileIO(self.path) as file:
+            if _stamp(file) != self.place.stamp:
+                raise CheckpointError(f"{self.path}: changed while it was being read")
+            yield file
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a safetensors file, each mapped into memory when it is asked for."""
+    with _explained(path), path.open("rb") as file:
+        header, start = _read_header(path, file)
+        stamp = _stamp(file)
+        with safe_open(path, framework="np") as checked:  # sizes, gaps, overlaps
+            names = list(checked.keys())
+    tensors = {}
+    for name in sorted(names, key=lambda name: header[name]["data_offsets"]):
+        entry = header[name]
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
+            raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
+        shape = tuple(entry["shape"])
+        place = Place(os.fsencode(path), stamp, start + entry["data_offsets"][0])
+        stored = _Stored(path, place, shape, dtype)
+        tensors[name] = LazyTensor(shape, dtype, stored.read, stored.read_part, place)
+    return tensors
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file and where its data starts."""
+    head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if length > _LARGEST_HEADER:
+        raise CheckpointError(
+            f"{path}: is not a valid safetensors file: its header would have {length} bytes"
+        )
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as problem:
+        reason = f"its header cannot be read: {problem}"
+        raise CheckpointError(f"{path}: is not a valid safetensors file: {reason}") from problem
+    return header, 8 + length
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has {key!r} twice")
+        found[key] = value
+    return found
+
+
+def _stamp(file: BinaryIO | FileIO) -> tuple[int, int, int, int]:
+    status = os.fstat(file.fileno())
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The string metadata of a safetensors file; empty for any other kind of file."""
+    if path.suffix != ".safetensors":
+        return {}
+    with _explained(path), safe_open(path, framework="np") as file:
+        return dict(file.metadata() or {})
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file: the same bytes for the same tensors, whole or not at all."""
+    text = {"format": "pt", **(metadata or {})}
+    largest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        stream = TensorStream(file, _room(tensors, text))
+        for name in largest_first:
+            stream.add(name, tensors[name])
+        stream.finish(text)
+
+
+def _room(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
+    """Bytes that the header of these tensors does not exceed."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    entries = {
+        name: {"dtype": WORDS[t.dtype], "shape": list(t.shape), "data_offsets": [total, total]}
+        for name, t in tensors.items()
+    }
+    return len(header_text(entries, metadata))
+
+
+class TensorStream:
+    """A safetensors file written tensor by tensor. The header is filled in at the end.
+
+    The format has its header first, so room is left for it; what is not needed stays blank.
+    """
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self._file = file
+        self._room = -(-room // 8) * 8  # data starts at a multiple of 8
+        self._entries: dict[str, Any] = {}
+        self._length = 0
+        file.write(bytes(8 + self._room))
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor after those before it."""
+        content: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        self._file.write(content)
+        place = [self._length, self._length + len(content)]
+        word = WORDS[tensor.dtype]
+        self._entries[name] = {"dtype": word, "shape": list(tensor.shape), "data_offsets": place}
+        self._length = place[1]
+
+    def finish(self, metadata: Mapping[str, str]) -> int:
+        """Write the header, and give the length of the file."""
+        header = header_text(self._entries, metadata)
+        if len(header) > self._room:
+            raise ValueError(f"a header of {len(header)} bytes in room for {self._room}")
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        return 8 + self._room + self._length
+
+
+def header_text(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file, without the length before it."""
+    text = {"__metadata__": dict(metadata), **entries}
+    return json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what safetensors raises into one line that names the file."""
+    try:
+        yield
+    except SafetensorError as problem:
+        raise CheckpointError(f"{path}: is not a valid safetensors file: {problem}") from problem
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror or problem}") from problem

@@ -1,0 +1,1 @@
+"""Objectives, the training loop, selection, run folders."""

@@ -1,0 +1,126 @@
+"""What learning buys: the same tasks with a uniform scale, with merges, and with own models."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from atlas_cli.core.storage import decode
+from atlas_cli.learning.add import own_tables
+from atlas_cli.learning.batches import score
+from atlas_cli.learning.selection import choose, stages
+from atlas_cli.learning.setup import Prepared, Setting
+from atlas_cli.merge_methods.method import Values, tile_of
+from atlas_cli.merge_methods.registry import METHODS as FORMULAS
+from atlas_cli.recipes.learning import parse_individual
+from atlas_cli.recipes.merge_parameters import METHODS, depths_of, parse_merge
+
+# What a method is given where its own default is none, or mergekit's rather than its paper's.
+_USUAL: dict[str, dict[str, float]] = {
+    "linear": {"weight": 1.0},
+    "task_arithmetic": {"weight": 0.3},
+    "ties": {"weight": 1.0, "density": 0.2},
+    "dare_linear": {"weight": 0.3, "density": 0.1},
+    "dare_ties": {"weight": 0.3, "density": 0.1},
+    "della": {"weight": 1.0, "density": 0.2},
+    "della_linear": {"weight": 0.3, "density": 0.2},
+    "breadcrumbs": {"weight": 0.3, "density": 0.85},
+    "breadcrumbs_ties": {"weight": 0.3, "density": 0.85},
+    "lines": {"weight": 1.0, "alpha": 0.1, "beta": 0.5},
+}
+
+
+def contest(
+    ready: Prepared,
+    coefficients: torch.Tensor,
+    scales: Iterable[torch.Tensor],
+    merges: Sequence[str],
+) -> dict[str, list[float]]:
+    """The accuracy on every task, by method: zero-shot, search, what was learned, and merges.
+
+    Nothing is searched if there are no scales.
+    """
+    setting, material = ready.setting, ready.material
+    recipe = ready.inputs.recipe
+    (whole,) = stages("same", setting.tasks, recipe.seed)
+    tables = {"zero-shot": setting.table()}
+    if recipe.method == "search":
+        tables["search"] = coefficients
+    else:
+        if searched := list(scales):
+            tables["search"] = choose(material, whole, searched).coefficients
+        tables[recipe.method] = coefficients
+    found = {name: _accuracies(setting, table) for name, table in tables.items()}
+    for text in merges:
+        setting.tower.hold(merged(setting, *parse_merge(text)))
+        found[text] = _measured(setting)
+    return found
+
+
+def individual(ready: Prepared) -> list[float | None]:
+    """The accuracy of each task's own model: as given, or base + its own vector; else None."""
+    setting, recipe = ready.setting, ready.inputs.recipe
+    given = dict(filter(None, map(parse_individual, recipe.individual)))
+    found: list[float | None] = []
+    for task, (dataset, own) in enumerate(
+        zip(ready.inputs.datasets, own_tables(setting), strict=True)
+    ):
+        if dataset.name in given:
+            found.append(given[dataset.name])
+        elif own is None:
+            found.append(None)
+        else:
+            setting.tower.load(own)
+            found.append(_accuracy(setting, task))
+    return found
+
+
+def _accuracies(setting: Setting, table: torch.Tensor) -> list[float]:
+    setting.tower.load(table)
+    return _measured(setting)
+
+
+def _measured(setting: Setting) -> list[float]:
+    return [_accuracy(setting, task) for task in range(len(setting.tasks))]
+
+
+def _accuracy(setting: Setting, task: int) -> float:
+    """The accuracy on all images that judge a task, with what the tower has loaded."""
+    pixels = (setting.judges or setting.tasks)[task]
+    images = range(len(pixels.dataset.samples))
+    return score(setting.tower, pixels, images, setting.heads[task]).accuracy
+
+
+# Merges ---------------------------------------------------------------------------------------
+
+
+def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, torch.Tensor]:
+    """The tensors that a merge method makes of the base and of base + each vector."""
+    formula, row = FORMULAS[method], METHODS[method]
+    usual = {**_USUAL.get(method, {}), **given}
+    found = {}
+    depths = depths_of(list(setting.tower.composition.base))
+    for name, base in setting.tower.composition.base.items():
+        base = base.float().cpu()
+        models = tuple(base + _delta(member.vector, name, base) for member in setting.pool.members)
+        seed = hashlib.sha256(f"{setting.inputs.recipe.seed}:{name}".encode()).digest()[:7]
+        own = {key: usual.get(key, knob.default) for key, knob in row.per_model.items()}
+        values = Values(
+            tuple(own for _ in models),
+            {key: usual.get(key, knob.default) for key, knob in row.per_merge.items()},
+            int.from_bytes(seed, "big"),
+            depths[name],
+        )
+        tile = tile_of(name, 0, tuple(base.shape), base, models)
+        survey = formula.survey(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
+        found[name] = formula.apply(tile, values, survey).reshape(base.shape)
+    return found
+
+
+def _delta(vector: Any, name: str, base: torch.Tensor) -> torch.Tensor:
+    if name not in vector.names:
+        return torch.zeros_like(base)
+    return decode(vector.read(name)).reshape(base.shape)

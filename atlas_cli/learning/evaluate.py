@@ -1,0 +1,191 @@
+"""Models and datasets -> one row of scores for each pair, compared image by image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from atlas_cli.core.metrics import mcnemar, mean_class_accuracy, top_k, wilson
+from atlas_cli.datasets.dataset import Dataset
+from atlas_cli.datasets.images import batches
+from atlas_cli.errors import AtlasError, DataError
+from atlas_cli.models.clip import Clip, Opening, open_model
+from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.sources.locate import Source
+
+_MANY_CLASSES = 10  # with no more than this, top-5 says little
+_DEFAULT_BATCH = {"cpu": 64, "cuda": 256, "mps": 128}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one image: the best classes, best first, and the first's probability."""
+
+    key: str
+    label: int
+    ranked: tuple[int, ...]
+    probability: float
+
+    @property
+    def correct(self) -> bool:
+        """Whether the best class is the label."""
+        return self.ranked[0] == self.label
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model on a dataset; fractions, not percent. `delta` and `p_value` are against the first."""
+
+    model: str
+    data: str
+    split: str
+    images: int
+    skipped: int
+    top1: float
+    low: float
+    high: float
+    top5: float | None
+    mean_class: float
+    delta: float | None = None
+    p_value: float | None = None
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who is told what happens while images are being classified."""
+
+    warn: Callable[[str], None]
+    advance: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How images are read. None of it changes a prediction."""
+
+    batch_size: int | None = None
+    workers: int | None = None
+    skip_broken: bool = False
+
+
+def predict(
+    clip: Clip, dataset: Dataset, loading: Loading, watcher: Watcher
+) -> tuple[list[Prediction], int]:
+    """The prediction for every image, and how many broken ones were left out."""
+    if not dataset.labelled:
+        raise DataError(f"{dataset.name}: has no labels; eval needs a sub-folder per class")
+    head = zero_shot_head(clip, dataset.classes, dataset.templates, watcher.warn)
+    size = loading.batch_size or _DEFAULT_BATCH[clip.device.type]
+    predictions: list[Prediction] = []
+    skipped = 0
+    for batch in batches(
+        dataset,
+        clip.preprocess,
+        size=size,
+        workers=loading.workers,
+        skip_broken=loading.skip_broken,
+    ):
+        skipped += len(batch.broken)
+        for message in batch.broken:
+            watcher.warn(f"{message} (left out)")
+        if batch.indices:
+            logits = classify(clip, head, batch.images)
+            predictions += _rows(dataset, batch.indices, logits)
+        watcher.advance(len(batch.indices) + len(batch.broken))
+    if not predictions:
+        raise DataError(f"{dataset.name}: none of its {skipped} images could be decoded")
+    return predictions, skipped
+
+
+def classify(clip: Clip, head: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """head @ norm(features), (images, classes); in halves, and halves of those, if memory ends."""
+    try:
+        with torch.inference_mode():
+            features = clip.module.encode_image(images.to(clip.device))  # type: ignore[operator]
+            return (F.normalize(features, dim=-1) @ head.T).cpu()
+    except RuntimeError as problem:
+        if not _is_out_of_memory(problem):
+            raise
+        if len(images) == 1:
+            raise AtlasError(f"{clip.name}: not enough memory for a single image") from problem
+    half = len(images) // 2
+    parts = [classify(clip, head, part) for part in (images[:half], images[half:])]
+    return torch.cat(parts)
+
+
+def _is_out_of_memory(problem: RuntimeError) -> bool:
+    # The CPU allocator has no exception of its own.
+    words = ("DefaultCPUAllocator", "not enough memory", "could not allocate")
+    is_cpu = any(word in str(problem) for word in words)
+    return is_cpu or isinstance(problem, torch.OutOfMemoryError)
+
+
+def _rows(dataset: Dataset, indices: list[int], logits: torch.Tensor) -> Iterator[Prediction]:
+    ranked = top_k(logits, 5).tolist()
+    probabilities = logits.double().softmax(dim=1)
+    for row, index in enumerate(indices):
+        sample = dataset.samples[index]
+        label = -1 if sample.label is None else sample.label
+        best = probabilities[row, ranked[row][0]].item()
+        yield Prediction(sample.key, label, tuple(ranked[row]), best)
+
+
+def score(model: str, dataset: Dataset, predictions: Sequence[Prediction], skipped: int) -> Score:
+    """The accuracies of one model on one dataset."""
+    correct = [prediction.correct for prediction in predictions]
+    hits, images = sum(correct), len(correct)
+    low, high = wilson(hits, images)
+    in_five = sum(prediction.label in prediction.ranked for prediction in predictions)
+    return Score(
+        model=model,
+        data=dataset.name,
+        split=dataset.split,
+        images=images,
+        skipped=skipped,
+        top1=hits / images,
+        low=low,
+        high=high,
+        top5=in_five / images if len(dataset.classes) > _MANY_CLASSES else None,
+        mean_class=mean_class_accuracy(correct, [p.label for p in predictions]),
+    )
+
+
+def compare(ours: Sequence[Prediction], first: Sequence[Prediction]) -> tuple[float, float]:
+    """The difference in top-1 to the first model, and McNemar's p-value for it."""
+    mine, theirs = [p.correct for p in ours], [p.correct for p in first]
+    return (sum(mine) - sum(theirs)) / len(mine), mcnemar(mine, theirs)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One model on one dataset: the scores, and the prediction for every image."""
+
+    score: Score
+    predictions: Sequence[Prediction]
+    provenance: dict[str, object]
+
+
+def evaluate(
+    sources: Sequence[Source],
+    datasets: Sequence[Dataset],
+    opening: Opening,
+    loading: Loading,
+    watcher: Watcher,
+) -> Iterator[Evaluation]:
+    """Score every model on every dataset, one model in memory at a time."""
+    first: dict[str, Sequence[Prediction]] = {}
+    for number, source in enumerate(sources):
+        clip = open_model(source, opening)
+        provenance = source.provenance()
+        for dataset in datasets:
+            predictions, skipped = predict(clip, dataset, loading, watcher)
+            result = score(clip.name, dataset, predictions, skipped)
+            if number == 0:
+                first[dataset.name] = predictions
+            else:
+                delta, p_value = compare(predictions, first[dataset.name])
+                result = replace(result, delta=delta, p_value=p_value)
+            yield Evaluation(result, predictions, provenance)
+        del clip

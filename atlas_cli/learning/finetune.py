@@ -1,0 +1,230 @@
+"""Images of one task -> an image tower trained on them, with the zero-shot head frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.core.optimizers import Descent, WeightDescender
+from atlas_cli.datasets.dataset import task_name
+from atlas_cli.datasets.pixels import Pixels, view_of
+from atlas_cli.errors import AtlasError, CheckpointError
+from atlas_cli.learning.batches import Stream, Streams, Training, score
+from atlas_cli.learning.loop import Step, descend
+from atlas_cli.learning.run_folder import Saved, below
+from atlas_cli.learning.selection import hold_out
+from atlas_cli.learning.setup import Inputs, config_of
+from atlas_cli.models.clip import Clip, open_model
+from atlas_cli.models.composed import Crew, crew_for
+from atlas_cli.models.folders import whole_folder, write_model
+from atlas_cli.models.trainable import (
+    ALPHA,
+    LoraTower,
+    TunedTower,
+    checkpoint_activations,
+    names_of,
+    start_factors,
+    write_adapter,
+)
+from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
+
+_PREFIX = "visual."
+_PIXELS = 2**30  # bytes of decoded images that are kept
+_STATE, _KEPT = "state.", "kept."
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where fine-tuning stands after a step.
+
+    `accuracies` are those on images held out: zero-shot first, then after every epoch. `kept` are
+    the weights of the best epoch so far, if that is wanted; at the end, those of the result.
+    Tensors are valid until the next step.
+    """
+
+    step: Step | None
+    accuracies: tuple[float, ...]
+    over: bool = False
+    kept: Weights = field(default_factory=dict, repr=False)
+    state: Weights = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """A tower, the images it is trained on, and those that tell how well it does."""
+
+    inputs: Inputs
+    clip: Clip
+    tower: TunedTower | LoraTower
+    problem: Streams
+    head: torch.Tensor
+    judge: Pixels
+    judged_by: tuple[int, ...]
+    descent: Descent
+
+    @property
+    def recipe(self) -> FinetuneRecipe:
+        """What the user asked for."""
+        found: FinetuneRecipe = self.inputs.recipe
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are."""
+        return self.problem.steps
+
+    @property
+    def batch_size(self) -> int:
+        """The images of a step."""
+        return self.recipe.batch_size
+
+    def config(self) -> dict[str, Any]:
+        """All that decides the result, as JSON."""
+        return config_of(self.inputs, self.clip)
+
+    def accuracy(self) -> float:
+        """How many of the images held out are classified rightly."""
+        return score(self.tower, self.judge, self.judged_by, self.head).accuracy
+
+    def begin(self) -> Moment:
+        """Before the first step: zero-shot."""
+        self.tower.load(self.tower.values)
+        return Moment(None, (self.accuracy(),) if self.judged_by else ())
+
+    def learn(self, moment: Moment) -> Iterator[Moment]:
+        """Take the steps that remain and yield after each."""
+        if moment.over:
+            return
+        scaled = self.clip.device.type == "cuda"
+        walker = WeightDescender(self.tower.values, self.steps, self.descent, scaled=scaled)
+        if moment.state:
+            walker.restore(moment.state)
+        accuracies, kept = moment.accuracies, moment.kept
+        for step in descend(self.tower, walker, self.problem):
+            over = step.number == self.steps
+            if over or step.number % self.problem.epoch_steps == 0:
+                accuracies, kept = self._after_epoch(walker.values, accuracies, kept)
+            if over:
+                result = kept or walker.values
+                yield Moment(step, accuracies, over, result)
+            else:
+                yield Moment(step, accuracies, over, kept, walker.state())
+
+    def _after_epoch(
+        self, values: Weights, accuracies: tuple[float, ...], kept: Weights
+    ) -> tuple[tuple[float, ...], Weights]:
+        """Judge the weights of an epoch, and keep a copy if they are the best and that is asked."""
+        if not self.judged_by:
+            return accuracies, kept
+        self.tower.load(values)
+        found = self.accuracy()
+        if self.recipe.select == "best" and found > max(accuracies[1:], default=-1.0):
+            kept = {name: tensor.cpu().clone() for name, tensor in values.items()}
+        return (*accuracies, found), kept
+
+    def step_of(self, moment: Moment) -> Step:
+        """The last step."""
+        assert moment.step is not None
+        return moment.step
+
+    def is_over(self, moment: Moment) -> bool:
+        """Whether all steps were taken."""
+        return moment.over
+
+    def row(self, moment: Moment) -> dict[str, object]:
+        """One line of metrics.jsonl; after an epoch also with the accuracy on images held out."""
+        step = self.step_of(moment)
+        ends = moment.over or step.number % self.problem.epoch_steps == 0
+        judged = {"val_accuracy": moment.accuracies[-1]} if ends and self.judged_by else {}
+        return {**dataclasses.asdict(step), **judged}
+
+    def to_saved(self, moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """What a run's folder keeps of a moment."""
+        tensors = {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
+        tensors |= {f"{_KEPT}{name}": tensor for name, tensor in moment.kept.items()}
+        step = dataclasses.asdict(moment.step) if moment.step else None
+        return tensors, {"step": step, "accuracies": moment.accuracies, "over": moment.over}
+
+    def from_saved(self, saved: Saved) -> Moment:
+        """The moment that was saved."""
+        facts, tensors = saved.facts, saved.tensors
+        try:
+            step = Step(**facts["step"]) if facts["step"] else None
+            accuracies, over = tuple(facts["accuracies"]), facts["over"]
+        except (KeyError, TypeError) as problem:
+            raise CheckpointError(f"{saved.path}: is not the state of a run") from problem
+        return Moment(step, accuracies, over, below(_KEPT, tensors), below(_STATE, tensors))
+
+    def write(self, moment: Moment, model: Path, adapter: Path) -> None:
+        """Write the model of a moment at the end and, if factors were trained, their adapter."""
+        if not all(tensor.isfinite().all() for tensor in moment.kept.values()):
+            raise AtlasError("the weights are no longer finite; a lower learning rate may help")
+        rank = self.recipe.lora
+        if rank is not None:
+            with whole_folder(adapter) as temporary:
+                write_adapter(self.clip.module, rank, moment.kept, temporary)
+        write_model(self.clip, self.tower.load(moment.kept), model)
+
+
+@contextmanager
+def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[Finetuning]:
+    """Open a model and the images of one task, and make the tower ready to be trained."""
+    recipe: FinetuneRecipe = inputs.recipe
+    (dataset,) = inputs.datasets
+    clip = open_model(inputs.model, inputs.opening)
+    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
+    head = zero_shot_head(clip, dataset.classes, dataset.templates, warn)
+    view = view_of(clip.preprocess)
+    shown = Pixels(dataset, view, _PIXELS, clip.device)
+    train = tuple(range(len(dataset.samples)))
+    if inputs.judges:
+        judge = Pixels(inputs.judges[0], view, _PIXELS, clip.device)
+        judged_by = tuple(range(len(judge.dataset.samples)))
+    else:
+        judge, judged_by = shown, hold_out(shown, recipe.seed)
+        train = tuple(index for index in train if index not in set(judged_by))
+    training = training_of(recipe, task_name(dataset))
+    problem = Streams([Stream(shown, head)], [train], training)
+    descent = dataclasses.replace(training.descent, warmup=warmup_of(recipe, problem.steps))
+    if recipe.checkpoint_activations:
+        checkpoint_activations(module)
+    with crew_for(module, inputs.threads) as crew:
+        tower = tower_of(clip, recipe, crew)
+        yield Finetuning(inputs, clip, tower, problem, head, judge, judged_by, descent)
+
+
+def tower_of(clip: Clip, recipe: FinetuneRecipe, crew: Crew | None) -> TunedTower | LoraTower:
+    """The image tower with what is trained in it."""
+    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
+    if recipe.lora is not None:
+        factors, pairs = start_factors(clip.module, recipe.lora, recipe.seed)
+        scale = ALPHA / recipe.lora
+        return LoraTower(module, factors, pairs, scale, prefix=_PREFIX, crew=crew)
+    names = names_of(module, recipe.tune)
+    return TunedTower(module, names, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
+
+
+def training_of(recipe: FinetuneRecipe, task: str) -> Training:
+    """How a recipe wants images shown and weights moved."""
+    descent = Descent(
+        rate=recipe.lr, decay=recipe.weight_decay, clip=recipe.clip, schedule=recipe.schedule
+    )
+    return Training(
+        epochs=epochs_of(recipe, task),
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        accumulate=recipe.accumulate,
+        min_steps=1,
+        augment=recipe.augment,
+        seed=recipe.seed,
+        descent=descent,
+    )

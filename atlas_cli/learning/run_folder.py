@@ -1,0 +1,319 @@
+"""A moment of learning as tensors and JSON, and back, without losing a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
+from atlas_cli.io.files import write_text
+from atlas_cli.learning.loop import Step
+from atlas_cli.learning.selection import Check, Material, Moment, Stage, begin, learn
+
+_CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
+_RECIPE, _RESULT = "recipe.yaml", "result.json"
+TRIMMED = "trimmed"  # vectors that were made for the run
+_RESULTS = (
+    *(_STATE, _METRICS, _RECIPE, _RESULT),
+    *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
+)
+MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
+_UNCHECKED = ("versions",)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as it was last saved: named tensors, and the rest as JSON. `path` is its file."""
+
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    path: Path = Path(_STATE)
+
+
+@dataclass
+class Run:
+    """A folder that is being written. Rows of metrics wait until the next save."""
+
+    folder: Path
+    made: bool
+    resumed: bool = False
+    _waiting: list[str] = field(default_factory=list)
+    _rows: int = 0
+
+    def record(self, row: Mapping[str, object]) -> None:
+        """Keep a row of metrics."""
+        self._waiting.append(json.dumps(row) + "\n")
+
+    def save(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:
+        """Write down where the run stands: first its rows, then the state that counts them."""
+        with _explained(self.folder):
+            with (self.folder / _METRICS).open("a", encoding="utf-8") as file:
+                file.writelines(self._waiting)
+            self._rows += len(self._waiting)
+            self._waiting.clear()
+            text = json.dumps({**facts, "rows": self._rows})
+            kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
+
+    def restore(self) -> Saved | None:
+        """The last save, with the rows of metrics that belong to it; None before the first."""
+        path = self.folder / _STATE
+        if not path.exists():
+            self._cut(0)
+            return None
+        facts = _read_facts(path)
+        self._cut(facts["rows"])
+        tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
+        return Saved(tensors, facts, path)
+
+    def _cut(self, rows: int) -> None:
+        """Drop rows that were written after the last save; they will come again."""
+        path = self.folder / _METRICS
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        if len(lines) < rows:
+            raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
+        write_text(path, "".join(lines[:rows]))
+        self._rows = rows
+
+    def keep_large(self, coefficients: torch.Tensor) -> str:
+        """Write a table that is too large for text, and give its path."""
+        path = self.folder / "coefficients.safetensors"
+        with _explained(self.folder):
+            write_tensors(path, {"coefficients": coefficients.cpu().contiguous()})
+        return str(path)
+
+    def finish(
+        self,
+        recipe: str,
+        coefficients: Mapping[str, Mapping[str, float]] | None,
+        result: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the result: the recipe last, so that a folder with a recipe is a whole one."""
+        if result is not None:
+            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+            write_text(self.folder / _RESULT, text)
+        if coefficients is not None:
+            text = json.dumps(coefficients, indent=1) + "\n"
+            write_text(self.folder / "coefficients.json", text)
+        write_text(self.folder / _RECIPE, recipe)
+
+    def recipe(self) -> str | None:
+        """The learned recipe, if the run came to its end."""
+        path = self.folder / _RECIPE
+        return path.read_text("utf-8") if path.exists() else None
+
+    def abandon(self) -> None:
+        """Remove what a run in vain has made. One that went on keeps what there was."""
+        if self.resumed:
+            return
+        (self.folder / _CONFIG).unlink(missing_ok=True)
+        _clear(self.folder)
+        if self.made and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """What a state says besides its tensors. Raises CheckpointError if it is damaged."""
+    try:
+        facts = json.loads(read_metadata(path).get("atlas_run", "null"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or not isinstance(facts.get("rows"), int):
+        raise CheckpointError(f"{path}: is not the state of a run")
+    return facts
+
+
+def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
+    """Raise if a run may not use this folder. Nothing is made yet."""
+    if folder.exists() and not folder.is_dir():
+        raise AtlasError(f"{folder}: is a file")
+    begun = (folder / _CONFIG).exists()
+    others = [path for path in folder.iterdir() if path.name != TRIMMED] if folder.exists() else []
+    if others and not begun:
+        raise AtlasError(f"{folder}: is not empty, and holds no run")
+    if begun and not (resume or force):
+        raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
+    if not folder.absolute().parent.is_dir():
+        raise AtlasError(f"{folder.parent}: no such folder")
+    if not os.access(folder if folder.exists() else folder.absolute().parent, os.W_OK):
+        raise AtlasError(f"{folder}: cannot be written")
+
+
+@contextmanager
+def trimmed_folder(folder: Path) -> Iterator[Path]:
+    """Where trimmed vectors of a run go. If the run fails, what was made here is removed."""
+    target = folder / TRIMMED
+    made = [path for path in (target, folder) if not path.exists()]
+    try:
+        yield target
+    except AtlasError:
+        for path in made:
+            if path == target:
+                shutil.rmtree(target, ignore_errors=True)
+            elif path.exists() and not any(path.iterdir()):
+                path.rmdir()
+        raise
+
+
+def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run:
+    """Start a run, or go on with one that was started in the same way."""
+    made = not folder.exists()
+    run = Run(folder, made)
+    with _explained(folder):
+        folder.mkdir(exist_ok=True)
+        if resume and (folder / _CONFIG).exists():
+            _check_same(folder / _CONFIG, config)
+            run.resumed = True
+            return run
+        _clear(folder)
+        write_text(folder / _CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
+    return run
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run has found."""
+    for name in _RESULTS:
+        (folder / name).unlink(missing_ok=True)
+    for name in (MODEL, ADAPTER):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _check_same(path: Path, config: Mapping[str, object]) -> None:
+    """Refuse to go on with a run that had other inputs."""
+    try:
+        before = json.loads(path.read_text("utf-8"))
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: cannot be read as JSON") from problem
+    if not isinstance(before, dict):
+        raise CheckpointError(f"{path}: is not the configuration of a run")
+    now = json.loads(json.dumps(config))
+    for key in sorted((before.keys() | now.keys()) - set(_UNCHECKED)):
+        for name, old, new in _differences(key, before.get(key), now.get(key)):
+            raise UsageError(
+                f"{path.parent}: was begun with {name} {old}, not {new}; "
+                "repeat its command, or start anew with --force"
+            )
+
+
+def _differences(name: str, old: Any, new: Any) -> list[tuple[str, str, str]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in sorted(old.keys() | new.keys()):
+            found += _differences(f"{name}.{key}", old.get(key), new.get(key))
+        return found
+    return [] if old == new else [(name, json.dumps(old), json.dumps(new))]
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an error of the file system into one line that names the folder."""
+    try:
+        yield
+    except OSError as problem:
+        raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
+
+
+_TRAINER_STATE = "state."
+
+
+@dataclass(frozen=True)
+class Descents:
+    """Coefficients that are learned in stages. `measure` is what is told of a step's images."""
+
+    material: Material
+    plan: Sequence[Stage]
+    measure: str = "accuracy"
+
+    @property
+    def steps(self) -> int:
+        """How many steps all stages have."""
+        return sum(self.material.problem(stage).steps for stage in self.plan)
+
+    @property
+    def batch_size(self) -> int:
+        """The images of a step."""
+        return self.material.training.batch_size
+
+    def begin(self) -> Moment:
+        """Before the first step."""
+        return begin(self.material, self.plan)
+
+    def learn(self, moment: Moment) -> Iterator[Moment]:
+        """What comes after a moment, step by step."""
+        return learn(self.material, self.plan, moment)
+
+    def step_of(self, moment: Moment) -> Step:
+        """The last step."""
+        assert moment.step is not None
+        return moment.step
+
+    def is_over(self, moment: Moment) -> bool:
+        """Whether all stages are done."""
+        return moment.stage == len(self.plan)
+
+    def row(self, moment: Moment) -> dict[str, object]:
+        """One line of metrics.jsonl."""
+        ended = not moment.state  # the moment is that of the next stage already
+        stage = self.plan[moment.stage - ended]
+        found = dataclasses.asdict(self.step_of(moment))
+        row = {self.measure if key == "accuracy" else key: found[key] for key in found}
+        return {"stage": stage.name, **row}
+
+    def to_saved(self, moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """What a run's folder keeps of a moment."""
+        return to_saved(moment)
+
+    def from_saved(self, saved: Saved) -> Moment:
+        """The moment that was saved."""
+        return from_saved(saved)
+
+
+def to_saved(moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """What a run's folder keeps of a moment."""
+    tensors = {"best": moment.best}
+    tensors |= {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
+    checks = {
+        name: [dataclasses.asdict(check) for check in found]
+        for name, found in moment.checks.items()
+    }
+    step = dataclasses.asdict(moment.step) if moment.step else None
+    return tensors, {"stage": moment.stage, "step": step, "checks": checks}
+
+
+def from_saved(saved: Saved) -> Moment:
+    """The moment that was saved. JSON keeps the 64 bits of a number."""
+    try:
+        return _moment(saved)
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{saved.path}: is not the state of a run: {problem!r}") from problem
+
+
+def _check(rank: list[float], values: dict[str, float], valid: bool) -> Check:
+    return Check(tuple(rank), values, valid)
+
+
+def _moment(saved: Saved) -> Moment:
+    facts = saved.facts
+    checks = {name: [_check(**kept) for kept in found] for name, found in facts["checks"].items()}
+    state = below(_TRAINER_STATE, saved.tensors)
+    step = Step(**facts["step"]) if facts["step"] else None
+    return Moment(facts["stage"], step, checks, saved.tensors["best"], state)
+
+
+def below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,277 @@
+"""A base, task vectors and images -> all that learning coefficients works with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atlas_cli import __version__
+from atlas_cli.core import granularity
+from atlas_cli.core.granularity import Layout, Shapes
+from atlas_cli.core.optimizers import Descent
+from atlas_cli.datasets.dataset import Dataset, plain_name, task_name
+from atlas_cli.datasets.pixels import Pixels, view_of
+from atlas_cli.errors import MismatchError
+from atlas_cli.learning.batches import Training
+from atlas_cli.learning.selection import Stage
+from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
+from atlas_cli.models.composed import NormTower, Tower, crew_for
+from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.recipes.coefficients import MANY, Table, to_table
+from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
+from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, parse_bytes
+from atlas_cli.sources.locate import Source
+from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
+
+_PREFIX = "visual."
+_PIXELS = 2**30  # bytes of decoded images that are kept
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a command is given, with every name resolved. `judges` are images to select on."""
+
+    command: str
+    recipe: Any  # of the command's own kind
+    model: Source
+    vectors: tuple[str, ...]
+    datasets: tuple[Dataset, ...]
+    judges: tuple[Dataset, ...]
+    opening: Opening
+    threads: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is opened and made ready, before there is an objective."""
+
+    inputs: Inputs
+    clip: Clip
+    pool: Pool
+    layout: Layout
+    tower: Tower
+    tasks: tuple[Pixels, ...]
+    heads: tuple[torch.Tensor, ...]
+    judges: tuple[Pixels, ...]
+
+    def table(self, value: float = 0.0) -> torch.Tensor:
+        """Coefficients that all have one value."""
+        return torch.full(self.tower.composition.shape, value, device=self.clip.device)
+
+    def scales(self, last: float) -> Iterator[torch.Tensor]:
+        """One scale for everything, in twenty steps to the last."""
+        for number in range(1, _SCALES + 1):
+            yield self.table(last * number / _SCALES)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled, since the model runs in half precision."""
+        return self.clip.device.type == "cuda"
+
+
+_SCALES = 20
+Lesson = Callable[[Setting], tuple[Any, list[Stage]]]  # Any: a Material of its own kind
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start."""
+
+    setting: Setting
+    material: Any
+    plan: list[Stage]
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the command was given."""
+        return self.setting.inputs
+
+    @property
+    def pool(self) -> Pool:
+        """The task vectors."""
+        return self.setting.pool
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the table of coefficients."""
+        return self.setting.layout
+
+    @property
+    def large(self) -> bool:
+        """Whether there are too many coefficients to write them as text."""
+        return len(self.pool.members) * len(self.layout.labels) > MANY
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether coefficients are not told one by one: too many, or of no task vector."""
+        return self.large or not self.pool.members
+
+    def table(self, coefficients: torch.Tensor) -> Table:
+        """Coefficients under their names. A block that a vector lacks has none."""
+        names = [member.name for member in self.pool.members]
+        table = to_table(names, self.layout.labels, coefficients.tolist())
+        for member in self.pool.members:
+            unused = set(self.layout.labels) - labels_of(self.layout, member)
+            for label in unused:
+                del table[member.name][label]
+        return table
+
+    def config(self) -> dict[str, Any]:
+        """All that decides the result, as JSON."""
+        return config_of(self.inputs, self.setting.clip) | {
+            "vectors": [_entry(member) for member in self.pool.members],
+            "storage": self.pool.storage,
+        }
+
+    def learned(self, coefficients: torch.Tensor, file: str | None) -> LearnedRecipe:
+        """The recipe that merges what was learned; the table is in it unless it has a file."""
+        recipe = self.inputs.recipe
+        return LearnedRecipe(
+            merge_method="atlas",
+            base_model=recipe.model,
+            vectors=[VectorEntry(**_entry(member)) for member in self.pool.members],
+            coefficients=file or self.table(coefficients),
+            granularity=recipe.granularity,
+            groups=recipe.groups,
+            linearised=recipe.linearised,
+            seed=recipe.seed,
+        )
+
+
+def config_of(inputs: Inputs, clip: Clip) -> dict[str, Any]:
+    """All that decides a result apart from task vectors, as JSON."""
+    return {
+        "command": inputs.command,
+        "recipe": dataclasses.asdict(inputs.recipe),
+        "device": clip.device.type,
+        "model": inputs.model.provenance(),
+        "data": [describe_data(dataset) for dataset in inputs.datasets],
+        "judges": [describe_data(dataset) for dataset in inputs.judges],
+        "versions": {
+            "atlas": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def labels_of(layout: Layout, member: Member) -> set[str]:
+    """The coefficients that scale something of a vector."""
+    found: set[str] = set()
+    for name, placement in layout.placements.items():
+        if name in member.vector.names:
+            if isinstance(placement, granularity.Segments):
+                found |= {layout.labels[column] for column in placement.columns}
+            else:
+                found |= set(layout.labels[placement.first : placement.first + placement.parts])
+    return found
+
+
+def _entry(member: Member) -> dict[str, str]:
+    return {"name": member.name, "file": member.path, "sha256": member.sha256}
+
+
+def describe_data(dataset: Dataset) -> dict[str, object]:
+    """A dataset in a few words: its name and a hash of its images and labels, if it has any."""
+    digest = hashlib.sha256(repr((dataset.classes, dataset.templates)).encode())
+    for sample in dataset.samples:
+        if sample.label is not None or dataset.drawn:  # without labels, no name may tell a class
+            digest.update(f"{sample.key}\0{sample.label}\0".encode())
+        if dataset.drawn is None:
+            digest.update((dataset.root / sample.key).read_bytes())
+    images = len(dataset.samples)
+    return {
+        "name": dataset.name,
+        "split": dataset.split,
+        "images": images,
+        "sha256": digest.hexdigest(),
+    }
+
+
+@contextmanager
+def prepared(inputs: Inputs, lesson: Lesson, warn: Callable[[str], None]) -> Iterator[Prepared]:
+    """Open everything, check that it fits together, and make it ready to learn."""
+    recipe = inputs.recipe
+    clip = open_model(inputs.model, inputs.opening)
+    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
+    base = {f"{_PREFIX}{name}": tensor for name, tensor in module.named_parameters()}
+    budget = parse_bytes(recipe.memory)
+    norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
+    pool = Pool((), (), (), "as stored", 0)
+    if not norms:
+        pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
+    if isinstance(recipe, FitRecipe) and not recipe.allow_target:
+        refuse_target(pool, inputs.datasets[0])
+    layout = layout_of(recipe, pool.shapes)
+    view = view_of(clip.preprocess)
+    room = _PIXELS // (len(inputs.datasets) + len(inputs.judges))
+    tasks = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.datasets)
+    judges = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.judges)
+    heads = tuple(
+        zero_shot_head(clip, dataset.classes, dataset.templates, warn)
+        for dataset in inputs.datasets
+    )
+    composition = compose_pool(pool, base, layout, clip.device)
+    with crew_for(module, inputs.threads) as crew:
+        if norms:
+            tower: Tower = NormTower(module, prefix=_PREFIX, crew=crew)
+        else:
+            tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
+        setting = Setting(inputs, clip, pool, layout, tower, tasks, heads, judges)
+        yield Prepared(setting, *lesson(setting))
+
+
+def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> Training:
+    """How a recipe wants images shown and coefficients moved."""
+    order, weight = parse_penalty(recipe.penalty) if recipe.penalty else (1, 0.0)
+    low, high = bounds or (-math.inf, math.inf)
+    descent = Descent(
+        rate=recipe.lr,
+        decay=recipe.weight_decay,
+        clip=recipe.clip,
+        penalty_order=order,
+        penalty_weight=weight,
+        schedule=recipe.schedule,
+        low=low,
+        high=high,
+    )
+    return Training(
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        accumulate=recipe.accumulate,
+        min_steps=recipe.min_steps,
+        augment=recipe.augment,
+        seed=recipe.seed,
+        descent=descent,
+    )
+
+
+def layout_of(recipe: LearnRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
+    """The columns of the coefficient table that a recipe asks for."""
+    return granularity.choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
+
+
+def refuse_target(pool: Pool, dataset: Dataset) -> None:
+    """Refuse a vector that by its name was learned on the very data it is to be fitted to."""
+    number = own_vector(pool, dataset)
+    if number is not None:
+        member = pool.members[number]
+        raise MismatchError(
+            f"{member.path}: vector {member.name} seems to be learned on {dataset.name} "
+            "itself; leave it out, or say --allow-target"
+        )
+
+
+def own_vector(pool: Pool, dataset: Dataset) -> int | None:
+    """The number of the vector that by its name was learned on a dataset, if there is one."""
+    target = plain_name(task_name(dataset))
+    names = [plain_name(member.name) for member in pool.members]
+    return names.index(target) if target in names else None

@@ -1,0 +1,166 @@
+"""The element of a given rank by magnitude, exactly, without sorting and in little memory.
+
+Elements are ordered by magnitude, and those of equal magnitude by their position in the tensor.
+The bits of a magnitude are looked at 16 at a time: one pass over the tensor for numbers of two
+bytes, two for four. A sort that is not stable leaves open which of several equal elements it
+takes; this order does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """A view of floating point numbers as integers of the same size."""
+    return values.view(_INTEGER[values.element_size()])
+
+
+def largest(bits: torch.Tensor) -> int:
+    """The greatest integer, which is also every bit but the sign."""
+    return torch.iinfo(bits.dtype).max
+
+
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """The bits of |values|, in order of magnitude."""
+    bits = bits_of(values)
+    return bits & largest(bits)
+
+
+def negative_(bits: torch.Tensor) -> torch.Tensor:
+    """-1 where bits < 0, else 0; in place."""
+    return bits.bitwise_right_shift_(8 * bits.element_size() - 1)
+
+
+def nonzero(values: torch.Tensor) -> torch.Tensor:
+    """-1 where a value is not zero, else 0."""
+    return negative_(magnitudes(values).neg_())
+
+
+def at_least(magnitude: torch.Tensor, least: int) -> torch.Tensor:
+    """-1 where magnitude >= least, else 0."""
+    return negative_(torch.rsub(magnitude, least - 1))
+
+
+def below(magnitude: torch.Tensor, limit: int) -> torch.Tensor:
+    """-1 where magnitude < limit, else 0."""
+    return negative_(magnitude - limit)
+
+
+def where_(mask: torch.Tensor, value: float, dtype: torch.dtype) -> torch.Tensor:
+    """`value` where the mask is -1, zero elsewhere; in place of the mask."""
+    bits = bits_of(torch.tensor(value, dtype=dtype))
+    return mask.bitwise_and_(int(bits)).view(dtype)
+
+
+_DIGIT = 16
+# One pass: the position of each piece, and a function that gives the piece of a series.
+Passes = Callable[[], Iterator[tuple[int, Callable[[int], torch.Tensor]]]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Between two elements: those of smaller magnitude than `value` come before it, and those of
+    equal magnitude at a position smaller than `position`.
+    """
+
+    value: int
+    position: int
+
+
+@dataclass
+class _Search:
+    """The cut before rank `rank` in one series, as far as it is known."""
+
+    series: int
+    rank: int  # among the elements that begin with `prefix`
+    prefix: int = 0
+    equal: int = 0  # elements that begin with `prefix`
+    position: int = 0
+    count: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    waiting: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, bits: torch.Tensor) -> None:
+        """Count the lowest digit of each, many at a time."""
+        self.waiting.append(bits.bitwise_and_((1 << _DIGIT) - 1))
+        if sum(map(len, self.waiting)) > 1 << 18:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Count what waits."""
+        if self.waiting:
+            self.count += torch.bincount(torch.cat(self.waiting), minlength=1 << _DIGIT).cpu()
+            self.waiting.clear()
+
+    def descend(self) -> None:
+        """Go to the digit that holds the rank."""
+        upto = self.count.cumsum(0)
+        digit = int(torch.searchsorted(upto, self.rank, right=True))
+        self.equal = int(self.count[digit])
+        self.rank -= int(upto[digit]) - self.equal
+        self.prefix = (self.prefix << _DIGIT) | digit
+
+
+def find_cuts(passes: Passes, ranks: Sequence[Sequence[int]]) -> list[list[Cut]]:
+    """For each series, the cuts with `rank` elements before them. Ranks are below the size."""
+    searches = [[_Search(i, rank) for rank in of] for i, of in enumerate(ranks)]
+    flat = [search for some in searches for search in some]
+    width = _first_digit(passes, flat) if flat else 0
+    for shift in range(width - 2 * _DIGIT, -1, -_DIGIT):
+        _next_digit(passes, flat, shift)
+    _find_positions(passes, [search for search in flat if search.rank and search.prefix])
+    return [[Cut(search.prefix, search.position) for search in some] for some in searches]
+
+
+def _first_digit(passes: Passes, searches: Sequence[_Search]) -> int:
+    """Count the highest 15 bits of each series once, for all its cuts. The bits of a number."""
+    width, counts = 0, {search.series: torch.zeros(1 << 15).long() for search in searches}
+    for _, piece_of in passes():
+        for number, count in counts.items():
+            bits = magnitudes(piece_of(number)).view(-1)
+            width = 8 * bits.element_size()
+            digits = bits if width == _DIGIT else bits.bitwise_right_shift_(width - _DIGIT)
+            count += torch.bincount(digits, minlength=1 << 15).cpu()
+    for search in searches:
+        search.count = counts[search.series]
+        search.descend()
+    return width
+
+
+def _next_digit(passes: Passes, searches: Sequence[_Search], shift: int) -> None:
+    """Count the next 16 bits of the elements that begin as the cut does."""
+    some = {number: [s for s in searches if s.series == number] for number in _series(searches)}
+    for search in searches:
+        search.count = torch.zeros(1 << _DIGIT).long()
+    for _, piece_of in passes():
+        for number, of_series in some.items():
+            bits = magnitudes(piece_of(number)).view(-1)
+            begin = bits >> (shift + _DIGIT)
+            for search in of_series:
+                search.add(bits[begin == search.prefix] >> shift)
+    for search in searches:
+        search.add_up()
+        search.descend()
+
+
+def _series(searches: Sequence[_Search]) -> list[int]:
+    return sorted({search.series for search in searches})
+
+
+def _find_positions(passes: Passes, searches: list[_Search]) -> None:
+    """Where the elements equal to the cut have been seen `rank` times; zeros need no order."""
+    for start, piece_of in passes() if searches else ():
+        for search in list(searches):
+            equal = magnitudes(piece_of(search.series)).view(-1) == search.prefix
+            seen = int(equal.count_nonzero())
+            if search.rank < seen:
+                search.position = start + int(equal.nonzero()[search.rank])
+                searches.remove(search)
+            search.rank -= seen
+        if not searches:
+            return

@@ -1,0 +1,108 @@
+"""Merging in the space of singular vectors; a matrix is needed whole, all else is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from atlas_cli.merge_methods.method import Method, Parameter, Tile, Values
+from atlas_cli.merge_methods.tiling import wide
+
+Vectors = list[torch.Tensor]
+
+
+def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left, sizes, right
+
+
+def nearest_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """argmin over Q with orthonormal columns (or rows) of |Q - M| = U V^T, M = U S V^T."""
+    left, _, right = _svd(matrix)
+    return left @ right
+
+
+def tsv_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+    """Q(U) S Q(V): the first r / T singular triplets of each of T vectors, made orthogonal.
+
+    U, S and V hold the triplets of all vectors side by side (task singular vectors, TSV-M).
+    """
+    rank = min(vectors[0].shape) // len(vectors)
+    parts = [_svd(vector) for vector in vectors]
+    left = torch.cat([u[:, :rank] for u, _, _ in parts], 1)
+    sizes = torch.cat([s[:rank] for _, s, _ in parts])
+    right = torch.cat([v[:rank] for _, _, v in parts])
+    return nearest_orthogonal(left) * sizes @ nearest_orthogonal(right)
+
+
+def iso_c_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+    """mean(S) U V^T, where U S V^T = sum_t tau_t: every direction equally long (Iso-C)."""
+    left, sizes, right = _svd(_sum(vectors))
+    return left @ right * sizes.mean()
+
+
+def iso_cts_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+    """mean(S) Q(U) Q(V): common directions of the sum, then those each vector has besides.
+
+    Of r directions, about `common_space_fraction` are the first of the sum; the rest is shared
+    out evenly among the vectors, less their part in the common ones (Iso-CTS).
+    """
+    rank, count = min(vectors[0].shape), len(vectors)
+    common = int(rank * values.merge["common_space_fraction"])
+    own = min(round((rank - common) / count), rank // count)
+    common = rank - own * count
+    left, sizes, right = _svd(_sum(vectors))
+    shared = left[:, :common]
+    parts = [_svd(vector - shared @ (shared.T @ vector)) for vector in vectors]
+    lefts = torch.cat([*(u[:, :own] for u, _, _ in parts), shared], 1)
+    rights = torch.cat([*(v[:own] for _, _, v in parts), right[:common]])
+    scales = torch.cat([*(s[:own] for _, s, _ in parts), sizes[:common]])
+    return nearest_orthogonal(lefts) @ nearest_orthogonal(rights) * scales.mean()
+
+
+def _sum(vectors: Vectors) -> torch.Tensor:
+    return torch.stack(vectors).sum(0)
+
+
+def on_matrices(
+    merge: Callable[[Vectors, Values], torch.Tensor],
+) -> Callable[[Tile, Values, Any], torch.Tensor]:
+    """theta_0 + lambda * merge(w_t (theta_t - theta_0)) for matrices, the mean for all else.
+
+    In float32, written in the dtype of the base.
+    """
+
+    @wraps(merge)
+    def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+        assert tile.base is not None
+        base = tile.base.to(wide(tile.base.dtype))
+        vectors = [
+            (model.to(base.dtype) - base) * own["weight"]
+            for model, own in zip(tile.models, values.models, strict=True)
+        ]
+        merged = merge(vectors, values) if base.ndim == 2 else _sum(vectors) / len(vectors)
+        return merged.mul_(values.merge["lambda"]).add_(base).to(tile.base.dtype)
+
+    return apply
+
+
+_WEIGHT, _LAMBDA = (Parameter("weight", 1.0),), Parameter("lambda", 1.0)
+_FRACTION = Parameter("common_space_fraction", 0.8, 0.0, 1.0)
+
+
+def _method(
+    name: str, merge: Callable[[Vectors, Values], torch.Tensor], *more: Parameter
+) -> Method:
+    apply = on_matrices(merge)
+    per_merge = (_LAMBDA, *more)
+    return Method(name, apply, per_model=_WEIGHT, per_merge=per_merge, needs_base=True, whole=True)
+
+
+METHODS = (
+    _method("tsv", tsv_merge),
+    _method("iso_c", iso_c_merge),
+    _method("iso_cts", iso_cts_merge, _FRACTION),
+)

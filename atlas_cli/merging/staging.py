@@ -1,0 +1,160 @@
+"""The hidden folder in which a model is built: it takes its name when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.errors import AtlasError
+from atlas_cli.native.operands import Target
+
+_JOURNAL = "journal"
+MARK = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
+_WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
+
+Piece = tuple[int, int]  # the number of an output, and of a piece of it
+
+
+class Part:
+    """A folder beside the target, with files of their final length and a journal of pieces.
+
+    A piece is in the journal once its bytes are in its file. Made again for the same work, the
+    folder goes on from there; for any other work it starts anew.
+    """
+
+    def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
+        self.target = target
+        self.folder = target.absolute().parent / f".{target.name}.part"
+        self.folder.mkdir(exist_ok=True)
+        self._journal = os.open(self.folder / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._writing = {name: threading.Lock() for name in files}
+        self._claim()
+        try:
+            self.done = self._resume(identity, files)
+            for name, length in files.items():
+                self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+                _reserve(self._files[name], length)
+        except OSError:
+            self.abandon()
+            raise
+
+    def _claim(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            raise AtlasError(f"{self.target}: another atlas merge is writing it") from problem
+
+    def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
+        """The pieces that an earlier run of the same work finished; else an empty folder."""
+        text = os.pread(self._journal, os.fstat(self._journal).st_size, 0).decode()
+        first, *lines = text.split("\n")
+        here = all(
+            (self.folder / name).is_file() and (self.folder / name).stat().st_size == length
+            for name, length in files.items()
+        )
+        same = bool(lines) and first == identity and here
+        # What stands beside the weights is written last, and anew: it may have been cut short.
+        kept = {_JOURNAL, *files} if same else {_JOURNAL}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if same:  # the last line may be cut short: it is no piece
+            return {(int(a), int(b)) for a, b in (line.split() for line in lines[:-1])}
+        os.ftruncate(self._journal, 0)
+        os.write(self._journal, f"{identity}\n".encode())
+        return set()
+
+    def place(self, file: str, offset: int, *, finite: bool) -> Target:
+        """A place in a file, for those who write themselves."""
+        return Target(self._files[file], offset, finite)
+
+    def write(self, file: str, offset: int, values: torch.Tensor) -> None:
+        """Put values where they belong in a file."""
+        content: Any = values.contiguous().view(torch.uint8).numpy() if values.numel() else b""
+        self.write_bytes(file, offset, memoryview(content))
+
+    def write_bytes(self, file: str, offset: int, content: memoryview | bytes) -> None:
+        """Put bytes at an offset of a file: one thread at a time, as the system would have it, but
+        those that wait do so without work.
+        """
+        with self._writing[file]:
+            while len(content):
+                count = os.pwrite(self._files[file], content[:_WRITTEN], offset)
+                content, offset = content[count:], offset + count
+
+    def note(self, piece: Piece) -> None:
+        """Say that a piece is in its file."""
+        with self._lock:
+            os.write(self._journal, f"{piece[0]} {piece[1]}\n".encode())
+
+    def close(self) -> None:
+        """Let go of the files, and leave them for another run."""
+        for handle in (*self._files.values(), self._journal):
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    def abandon(self) -> None:
+        """Remove all that was written."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Give the folder its name; a folder that is replaced goes last."""
+        (self.folder / _JOURNAL).unlink()
+        self.close()
+        old = self.folder.with_suffix(".old")
+        if self.target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.target.rename(old)
+        self.folder.rename(self.target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise unless a model can be written there without a loss."""
+    if not target.absolute().parent.is_dir():
+        raise AtlasError(f"{target.parent}: no such folder")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise AtlasError(f"{target}: is a file; a model is a folder")
+    if not any(target.iterdir()):
+        return
+    if not force:
+        raise AtlasError(f"{target}: exists already; use --force to replace it")
+    if not (target / MARK).is_file():
+        raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")
+
+
+def check_space(target: Path, wanted: int) -> None:
+    """Raise if the disk has no room for what is still to be written."""
+    folder = target.absolute().parent
+    kept = folder / f".{target.name}.part"
+    there = sum(path.stat().st_blocks * 512 for path in kept.glob("*")) if kept.is_dir() else 0
+    free = shutil.disk_usage(folder).free
+    if wanted - there > free:
+        raise AtlasError(
+            f"{target}: needs {wanted / 1e6:,.0f} MB of disk, and {free / 1e6:,.0f} MB are free"
+        )
+
+
+def _reserve(file: int, length: int) -> None:
+    """Have the room of a file at once where the file system can, which makes writing it cheaper."""
+    try:
+        if length and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, length)
+    except OSError as problem:
+        if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    os.ftruncate(file, length)

@@ -1,0 +1,1 @@
+"""CLIP and other models: build, rename, run with other weights, save."""

@@ -1,0 +1,368 @@
+"""open_clip models, built from what their source says and checked against it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_cli.datasets.images import Preprocess
+from atlas_cli.errors import CheckpointError, MismatchError, UsageError
+from atlas_cli.io.checkpoint import open_tensors, read_metadata
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.models import tensor_names
+from atlas_cli.models.tensor_names import INFORMATION, MASKS
+from atlas_cli.sources.locate import Source
+from atlas_cli.sources.references import Reference, check_architecture
+from atlas_cli.torchvision_repair import import_open_clip
+
+Tokenize = Callable[[Sequence[str]], torch.Tensor]
+_NAMES = {True: "QuickGELU", False: "GELU"}
+_BUFFERS = (*MASKS, "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A model that is ready to run, and the source it came from."""
+
+    name: str
+    module: torch.nn.Module
+    preprocess: Preprocess
+    tokenize: Tokenize
+    blueprint: Blueprint
+    source: Source
+    device: torch.device
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """open_clip's configuration of the model."""
+        return self.blueprint.model
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a source says of a model before its weights are read."""
+
+    model: dict[str, Any]
+    preprocess: dict[str, Any]
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the user wants models opened, where their sources do not say."""
+
+    architecture: str | None = None
+    text: Source | None = None
+    device: str = "auto"
+
+
+def open_model(source: Source, opening: Opening | None = None) -> Clip:
+    """Build, check and fill the model that a source describes."""
+    opening = opening or Opening()
+    open_clip = import_open_clip()
+    device = choose_device(opening.device)
+    tensors = read_tensors(source)
+    if has_text(tensors):
+        blueprint = read_blueprint(source, opening.architecture)
+    else:
+        blueprint, tensors = _with_text_of(source, tensors, opening)
+    module, preprocess = build(blueprint)
+    name = source.reference.text
+    fill(module, tensors, name)
+    module.eval().requires_grad_(False).to(device)
+    tokenize = _tokenizer(open_clip, blueprint)
+    return Clip(name, module, preprocess, tokenize, blueprint, source, device)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of that name; `auto` is cuda, then mps, then cpu, whichever is there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        return torch.device(next((name for name, found in there.items() if found), "cpu"))
+    kind, _, number = wanted.partition(":")
+    if kind != "cpu" and not there[kind]:
+        raise UsageError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
+    if number and int(number) >= torch.cuda.device_count():
+        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
+    return torch.device(wanted)
+
+
+# What the source says -------------------------------------------------------------------------
+
+
+def read_blueprint(source: Source, architecture: str | None = None) -> Blueprint:
+    """Architecture, activation and preprocessing, from the source and from `--arch`."""
+    reference = source.reference
+    if reference.kind == "open_clip":
+        blueprint = _from_tag(reference)
+    elif architecture:
+        return _from_architecture(source, architecture)
+    elif (config := source.config("open_clip_config.json")) is not None:
+        blueprint = _from_open_clip(source, config)
+    elif (config := source.config("config.json")) is not None:
+        blueprint = _from_transformers(source, config)
+    else:
+        raise UsageError(
+            f"{reference.text}: no open_clip_config.json or config.json says which architecture "
+            "this is; name it with --arch, for example --arch ViT-B-32"
+        )
+    check_activation(source, blueprint, "its configuration")
+    return blueprint
+
+
+def read_architecture(source: Source, architecture: str | None = None) -> dict[str, Any]:
+    """Architecture and activation alone, for work that never preprocesses an image."""
+    config = source.config("config.json")
+    beside = source.config("open_clip_config.json")
+    if architecture or config is None or beside or source.reference.kind == "open_clip":
+        return read_blueprint(source, architecture).model
+    model = tensor_names.model_config(config, source.reference.text)
+    check_activation(source, Blueprint(model, {}), "its configuration")
+    return model
+
+
+def _from_tag(reference: Reference) -> Blueprint:
+    tag = import_open_clip().get_pretrained_cfg(reference.name, reference.tag)
+    blueprint = _named(reference.name)
+    blueprint.model["quick_gelu"] = bool(tag.get("quick_gelu", False))
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    return Blueprint(blueprint.model, {key: tag[key] for key in keys if key in tag})
+
+
+def _named(architecture: str) -> Blueprint:
+    """The architecture of that name in open_clip's own list."""
+    check_architecture(architecture)
+    config = import_open_clip().get_model_config(architecture)
+    return Blueprint({"quick_gelu": False, **config}, {})
+
+
+def _from_architecture(source: Source, architecture: str) -> Blueprint:
+    blueprint = _named(architecture)
+    check_activation(source, blueprint, f"--arch {architecture}")
+    config = source.config("preprocessor_config.json")
+    if config is not None:
+        found = tensor_names.preprocess_config(config, source.reference.text)
+        return Blueprint(blueprint.model, found)
+    beside = source.config("open_clip_config.json") or {}
+    return Blueprint(blueprint.model, _table(beside, "preprocess_cfg"))
+
+
+def _from_open_clip(source: Source, config: Mapping[str, Any]) -> Blueprint:
+    if "model_cfg" not in config:
+        raise CheckpointError(f"{source.folder / 'open_clip_config.json'}: has no model_cfg")
+    model = {"quick_gelu": False, **_table(config, "model_cfg")}
+    preprocess = _table(config, "preprocess_cfg")
+    _check_size(source, model, preprocess)
+    return Blueprint(model, preprocess, source.folder)
+
+
+def _from_transformers(source: Source, config: Mapping[str, Any]) -> Blueprint:
+    where = source.reference.text
+    found = source.config("preprocessor_config.json")
+    if found is None:
+        raise CheckpointError(
+            f"{where}: has no preprocessor_config.json, so image size, mean and standard deviation "
+            "are unknown; copy the one of its base model into the folder"
+        )
+    model = tensor_names.model_config(config, where)
+    preprocess = tensor_names.preprocess_config(found, where)
+    _check_size(source, model, preprocess)
+    return Blueprint(model, preprocess, source.folder)
+
+
+def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = config.get(key, {})
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _check_size(source: Source, model: Mapping[str, Any], preprocess: Mapping[str, Any]) -> None:
+    """Refuse preprocessing for another image size than the tower's."""
+    tower, size = model["vision_cfg"].get("image_size", 224), preprocess.get("size")
+    if isinstance(size, list | tuple) and len(set(size)) == 1:
+        size = size[0]
+    if isinstance(size, int) and isinstance(tower, int) and size != tower:
+        raise CheckpointError(
+            f"{source.reference.text}: images are preprocessed to {size} pixels but the image "
+            f"tower takes {tower}"
+        )
+
+
+def check_activation(source: Source, blueprint: Blueprint, used: str) -> None:
+    """Refuse an architecture whose activation differs from the one the weights declare."""
+    using = bool(blueprint.model.get("quick_gelu", False))
+    for where, declared in _declared_activations(source):
+        if declared != using:
+            raise MismatchError(
+                f"{source.reference.text}: {where} says the weights use {_NAMES[declared]}, but "
+                f"{used} uses {_NAMES[using]}; features would be wrong"
+                + (_suggest(used, declared) if used.startswith("--arch") else "")
+            )
+
+
+def _suggest(used: str, quick: bool) -> str:
+    name = used.removeprefix("--arch ").removesuffix("-quickgelu")
+    return f" (use --arch {name}{'-quickgelu' if quick else ''})"
+
+
+def _declared_activations(source: Source) -> Iterator[tuple[str, bool]]:
+    """Every place that says which activation the weights were trained with."""
+    for path in source.weights:
+        if activation := read_metadata(path).get("activation"):
+            yield f"the metadata of {path.name}", activation == "quick_gelu"
+        if _is_openai(path):
+            yield f"OpenAI's archive {path.name}", True
+    if source.reference.kind == "open_clip":
+        return  # the tag has been asked already
+    if config := source.config("open_clip_config.json"):
+        yield "open_clip_config.json", bool(_table(config, "model_cfg").get("quick_gelu", False))
+    config = source.config("config.json")
+    if config and config.get("model_type") in {"clip", "clip_vision_model"}:
+        model = tensor_names.model_config(config, source.reference.text)
+        yield "config.json", model["quick_gelu"]
+
+
+def _is_openai(path: Path) -> bool:
+    """Whether a file is one of OpenAI's archives, which were all trained with QuickGELU."""
+    if path.suffix == ".safetensors":
+        return False
+    try:
+        return set(INFORMATION) <= open_tensors([path]).keys()
+    except CheckpointError:  # it has names that need --allow-global, so no TorchScript
+        return False
+
+
+# Tensors --------------------------------------------------------------------------------------
+
+
+def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
+    """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
+    return tensor_names.normalised(open_tensors(source.weights, allow), source.reference.text)
+
+
+def has_text(tensors: LazyTensors) -> bool:
+    """Whether there is a text tower among the tensors."""
+    return any(name.startswith(("transformer.", "text.")) for name in tensors)
+
+
+def _with_text_of(
+    source: Source, tensors: LazyTensors, opening: Opening
+) -> tuple[Blueprint, dict[str, LazyTensor]]:
+    """An image tower alone, completed by the text tower of another model."""
+    if opening.text is None:
+        raise UsageError(
+            f"{source.reference.text}: has an image tower only; name the model whose text tower "
+            "goes with it, for example --text openai/clip-vit-base-patch32"
+        )
+    other = opening.text.reference.text
+    blueprint = read_blueprint(opening.text, opening.architecture)
+    check_activation(source, blueprint, f"--text {other}")
+    completed = read_tensors(opening.text)
+    if unknown := sorted(name for name in tensors if name not in completed):
+        raise MismatchError(
+            f"{source.reference.text}: {unknown[0]} has no place in {other} "
+            f"({len(unknown)} such tensors)"
+        )
+    return blueprint, {**completed, **tensors}
+
+
+# Building -------------------------------------------------------------------------------------
+
+
+def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
+    """An open_clip model with untrained weights, and its evaluation transform."""
+    open_clip = import_open_clip()
+    model = _with_local_text(blueprint)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
+        (Path(folder) / "open_clip_config.json").write_text(json.dumps(config), "utf-8")
+        try:
+            module, _, transform = open_clip.create_model_and_transforms(
+                f"local-dir:{folder}", load_weights=False, pretrained_text=False
+            )
+        except (TypeError, KeyError, AssertionError, ValueError, RuntimeError) as problem:
+            raise CheckpointError(
+                f"open_clip cannot build this architecture: {problem}"
+            ) from problem
+    return module, transform
+
+
+def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
+    """The configuration with a text tower's own files found beside it, if they are there."""
+    model = dict(blueprint.model)
+    text = dict(model.get("text_cfg", {}))
+    for key in ("hf_model_name", "hf_tokenizer_name"):
+        if blueprint.folder and key in text and (blueprint.folder / text[key]).is_dir():
+            text[key] = str((blueprint.folder / text[key]).resolve())
+    model["text_cfg"] = text
+    return model
+
+
+def _tokenizer(open_clip: Any, blueprint: Blueprint) -> Tokenize:
+    text = _with_local_text(blueprint)["text_cfg"]
+    length = text.get("context_length", 77)
+    name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
+    if not name:
+        simple: Tokenize = open_clip.SimpleTokenizer(context_length=length, **options)
+        return simple
+    if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
+        raise CheckpointError(
+            f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, "
+            f"which atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+        )
+    try:
+        with _quiet():  # code that comes with a tokenizer is never run
+            tokenize: Tokenize = open_clip.tokenizer.HFTokenizer(
+                name, context_length=length, trust_remote_code=False, **options
+            )
+    except (OSError, ValueError) as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
+    return tokenize
+
+
+# What configurations of open_clip say of tokenizers of transformers.
+_TOKENIZER_OPTIONS = frozenset({"clean", "language", "strip_sep_token", "tokenizer_mode"})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without open_clip's log lines: what matters in them, atlas checks and says itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def fill(module: torch.nn.Module, tensors: LazyTensors, where: str) -> None:
+    """Copy tensors into a module by name. Raises MismatchError that lists what does not fit."""
+    places = module.state_dict()
+    if problems := _mismatches(places, tensors):
+        listed = "; ".join(problems[:3])
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise MismatchError(f"{where}: the weights do not fit the architecture: {listed}{more}")
+    with torch.no_grad():
+        for name, place in places.items():
+            if name in tensors:
+                place.copy_(tensors[name].read().reshape(place.shape))
+
+
+def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> list[str]:
+    problems = []
+    for name, place in places.items():
+        if name in tensors:
+            found, wanted = tensors[name].shape, tuple(place.shape)
+            if found != wanted and not {found, wanted} <= {(), (1,)}:
+                problems.append(f"{name} has shape {found}, expected {wanted}")
+        elif not name.endswith(_BUFFERS):
+            problems.append(f"{name} is missing")
+    return problems + [f"{name} is unknown" for name in tensors if name not in places]

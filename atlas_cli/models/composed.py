@@ -1,0 +1,318 @@
+"""A module whose LayerNorms are tuned themselves: what one does without task vectors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
+from atlas_cli.core.granularity import Layout, Segments
+
+# Below this many numbers, a module gains more from one core per part of a batch than from
+# several cores per operation; and its sums do not depend on how many cores there are.
+_SMALL = 20_000_000
+_PARTS = 4
+_AT_ONCE = 64  # images of a forward pass without gradients
+
+LossOf = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Crew:
+    """Threads, each with one core, for the blocks of a composition and the parts of a batch.
+
+    With one thread the same parts are worked on one after the other: the same numbers.
+    """
+
+    def __init__(self, threads: int, parts: int = 1) -> None:
+        self.parts = parts
+        self._pool = ThreadPoolExecutor(
+            threads, initializer=torch.set_num_threads, initargs=(1,), thread_name_prefix="atlas"
+        )
+        before, everyone = torch.get_num_threads(), Barrier(threads)
+        self.spread(lambda _: everyone.wait(), range(threads))
+        torch.set_num_threads(before)  # what a thread sets for itself, others find when they start
+
+    def spread(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """function(item) for every item, in the order of the items."""
+        return list(self._pool.map(function, items))
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._pool.shutdown()
+
+
+@contextmanager
+def crew_for(module: torch.nn.Module, threads: int) -> Iterator[Crew | None]:
+    """A crew on the CPU, which deals out batches if the module is small; None elsewhere."""
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    small = on_cpu and _size(module) <= _SMALL
+    before = torch.get_num_threads()
+    crew = Crew(threads, _PARTS if small else 1) if on_cpu else None
+    torch.set_num_threads(1 if small else threads)
+    try:
+        yield crew
+    finally:
+        if crew:
+            crew.close()
+        torch.set_num_threads(before)
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Replica:
+    """A copy of a module's structure that shares all tensors but has gradients of its own.
+
+    The composed tensors stand where the module's own were.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = twin(module)
+        self.parameters = _leaves(composed)
+        for name, parameter in self.parameters.items():
+            path, _, leaf = name.removeprefix(prefix).rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, parameter)
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch."""
+        return self.module(images)  # type: ignore[no-any-return]
+
+
+class Linear(Replica):
+    """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
+
+    def __init__(
+        self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
+    ) -> None:
+        self.module = twin(module)
+        self.parameters = _leaves(composed)
+        own = dict(self.module.named_parameters())
+        self._names = {name: name.removeprefix(prefix) for name in composed}
+        self._base = {short: own[short].detach() for short in self._names.values()}
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
+        with warnings.catch_warnings():  # torch warns of itself when this is first imported
+            warnings.simplefilter("ignore", DeprecationWarning)
+            importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        """The first-order expansion for a batch."""
+
+        def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            value, change = jvp(features, (self._base,), (self._delta(),))  # type: ignore[misc]
+        return value + change  # type: ignore[no-any-return]
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        """What is given: theta - theta0."""
+        return {self._names[name]: tensor for name, tensor in self.parameters.items()}
+
+
+class Tangent(Linear):
+    """The same for tensors that are theta itself."""
+
+    def _delta(self) -> dict[str, torch.Tensor]:
+        return {name: tensor - self._base[name] for name, tensor in super()._delta().items()}
+
+
+def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module's structure that shares all of its tensors."""
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, shared).eval()
+
+
+class Runner:
+    """A module that runs with given tensors in place of its own, and keeps their gradients.
+
+    `prefix` is what the names of the tensors have before the module's own. Buffers, such as the
+    statistics of batch normalisation, stay those of the module, and dropout is off.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+        replica: type[Replica],
+    ) -> None:
+        # A derivative forwards has one thread.
+        count = crew.parts if crew and replica is Replica else 1
+        self._over_blocks = crew.spread if crew else map
+        self._over_parts = crew.spread if crew and count > 1 else map
+        self._tensors = dict(tensors)
+        self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
+        self._half = next(module.parameters()).device.type == "cuda"
+
+    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors that were made otherwise: from now on the module runs with these."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(tensors[name])
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        """What the module gives for a batch, without gradients."""
+
+        def run(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad(), self._precision():
+                return item[0].run(item[1]).float()
+
+        found = []
+        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
+            some = images[first : first + _AT_ONCE * len(self._replicas)]
+            found += list(self._over_parts(run, self._dealt(some)))
+        return torch.cat(found)
+
+    def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
+        """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
+
+        def forth(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
+            with torch.enable_grad(), self._precision():
+                return item[0].run(item[1])
+
+        parts = list(self._over_parts(forth, self._dealt(images)))
+        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
+        loss = loss_of(features)
+        loss.backward()
+        assert features.grad is not None
+        gradients = features.grad.split([len(part) for part in parts])
+
+        def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
+            item[0].backward(item[1].to(item[0].dtype))
+
+        list(self._over_parts(back, zip(parts, gradients, strict=True)))
+        return loss.detach()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """dL/dtheta of the composed tensors since the last call; they are let go."""
+        summed: dict[str, torch.Tensor] = {}
+        for name in self._tensors:
+            for replica in self._replicas:
+                parameter = replica.parameters[name]
+                if parameter.grad is not None:
+                    summed[name] = _sum(summed.get(name), parameter.grad)
+                    parameter.grad = None
+        return summed
+
+    def _dealt(self, images: torch.Tensor) -> Iterator[tuple[Replica, torch.Tensor]]:
+        """The batch in as many equal parts as there are replicas."""
+        parts = images.tensor_split(len(self._replicas))
+        return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cuda", torch.float16, enabled=self._half)
+
+
+def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if total is None else total.add_(gradient)
+
+
+class Tower(Runner):
+    """A module whose parameters named in a composition are composed before it runs.
+
+    A linear tower runs the module's first-order expansion at the base instead:
+    f(x; theta0) + J (theta - theta0).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        composition: Composition,
+        *,
+        prefix: str = "",
+        crew: Crew | None = None,
+        linear: bool = False,
+    ) -> None:
+        self.composition = _from_zero(composition) if linear else composition
+        composed = {
+            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for name, tensor in composition.base.items()
+        }
+        replica = Linear if linear else Replica
+        super().__init__(module, composed, prefix=prefix, crew=crew, replica=replica)
+
+    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Compose: from now on the module runs with these tensors."""
+        self.loaded = values = coefficients.detach().float()
+
+        def write(name: str) -> None:
+            compose_block(self.composition, name, values, self._tensors[name])
+
+        with torch.no_grad():
+            list(self._over_blocks(write, self._tensors))
+        return self._tensors
+
+    def gradient(self) -> torch.Tensor:
+        """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
+        return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
+
+
+def _from_zero(composition: Composition) -> Composition:
+    """The same composition on top of nothing: what is added to the base."""
+    base = {
+        name: torch.zeros(1, device=tensor.device).expand(tensor.shape)
+        for name, tensor in composition.base.items()
+    }
+    return dataclasses.replace(composition, base=base)
+
+
+class NormTower(Tower):
+    """A tower that adds what is learned, (1, numbers), to its LayerNorms' weights and biases."""
+
+    def __init__(
+        self, module: torch.nn.Module, *, prefix: str = "", crew: Crew | None = None
+    ) -> None:
+        names = norm_names(module)
+        base = {f"{prefix}{name}": module.get_parameter(name).detach() for name in names}
+        sizes = [math.prod(tensor.shape) for tensor in base.values()]
+        labels = tuple(f"{name}[{i}]" for name, t in base.items() for i in range(t.numel()))
+        whole = Layout(labels, {name: Segments((0,), ()) for name in base})
+        super().__init__(module, Composition(base, {}, whole, 1), prefix=prefix, crew=crew)
+        self._sizes = sizes
+
+    def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """base + what is learned: from now on the module runs with these tensors."""
+        self.loaded = coefficients.detach().float()
+        parts = self.loaded.flatten().split(self._sizes)
+        for (name, tensor), part in zip(self._tensors.items(), parts, strict=True):
+            tensor.copy_(self.composition.base[name] + part.view(tensor.shape))
+        return self._tensors
+
+    def gradient(self) -> torch.Tensor:
+        """dL/dvalues of everything since the last call; the gradients are let go."""
+        found = self.gradients()
+        parts = [
+            found.get(name, torch.zeros_like(tensor)).flatten()
+            for name, tensor in self._tensors.items()
+        ]
+        return torch.cat(parts)[None]
+
+
+def norm_names(module: torch.nn.Module) -> list[str]:
+    """The weights and biases of a module's LayerNorms."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        if isinstance(part, torch.nn.LayerNorm)
+        for name, _ in part.named_parameters(recurse=False)
+    ]

@@ -1,0 +1,304 @@
+"""Models under the names of another: CLIP of open_clip and of transformers, wrapped or not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from atlas_cli.errors import CheckpointError, MismatchError
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
+MASKS = ("attn_mask", "position_ids")
+INFORMATION = ("input_resolution", "context_length", "vocab_size")
+# What transformers leaves out of config.json because it is the default.
+_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "projection_dim": 512,
+}
+_TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+_RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+_ACTIVATIONS = {"gelu": False, "quick_gelu": True}
+
+_LAYER = (
+    (r"encoder\.layers\.(\d+)\.layer_norm([12])\.", r"transformer.resblocks.\1.ln_\2."),
+    (r"encoder\.layers\.(\d+)\.self_attn\.out_proj\.", r"transformer.resblocks.\1.attn.out_proj."),
+    (r"encoder\.layers\.(\d+)\.mlp\.fc1\.", r"transformer.resblocks.\1.mlp.c_fc."),
+    (r"encoder\.layers\.(\d+)\.mlp\.fc2\.", r"transformer.resblocks.\1.mlp.c_proj."),
+)
+_VISION_NAMES = (
+    (r"embeddings\.class_embedding$", "class_embedding"),
+    (r"embeddings\.patch_embedding\.weight$", "conv1.weight"),
+    (r"embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"pre_layrnorm\.", "ln_pre."),
+    (r"post_layernorm\.", "ln_post."),
+    *_LAYER,
+)
+_TEXT_NAMES = (
+    (r"embeddings\.token_embedding\.weight$", "token_embedding.weight"),
+    (r"embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"final_layer_norm\.", "ln_final."),
+    *_LAYER,
+)
+_PROJECTIONS = {
+    "visual_projection.weight": "visual.proj",
+    "text_projection.weight": "text_projection",
+}
+THIRDS, TRANSPOSED = ("q", "k", "v"), "transposed"
+_QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
+
+
+# Configuration --------------------------------------------------------------------------------
+
+
+def is_vision_only(config: Mapping[str, Any]) -> bool:
+    """Whether a transformers configuration describes an image tower alone."""
+    return config.get("model_type") == "clip_vision_model"
+
+
+def model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `model_cfg` for a transformers CLIP configuration."""
+    if config.get("model_type") not in {"clip", "clip_vision_model"}:
+        found = config.get("model_type", "no model_type")
+        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model")
+    vision_part = config if is_vision_only(config) else config.get("vision_config") or {}
+    vision = _VISION_DEFAULTS | dict(vision_part)
+    text = _TEXT_DEFAULTS | dict(config.get("text_config") or {})
+    width = config.get("projection_dim", 512)
+    return {
+        "embed_dim": width,
+        "quick_gelu": _quick_gelu([vision] if is_vision_only(config) else [vision, text], where),
+        "vision_cfg": {
+            "image_size": vision["image_size"],
+            "patch_size": vision["patch_size"],
+            **_tower(vision, where),
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+        },
+        "text_cfg": {
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": text["vocab_size"],
+            **_tower(text, where),
+            "heads": text["num_attention_heads"],
+        },
+    }
+
+
+def _tower(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if part["layer_norm_eps"] != 1e-5:
+        found = part["layer_norm_eps"]
+        raise CheckpointError(f"{where}: layer_norm_eps is {found}; open_clip computes with 1e-05")
+    return {
+        "width": part["hidden_size"],
+        "layers": part["num_hidden_layers"],
+        "mlp_ratio": part["intermediate_size"] / part["hidden_size"],
+    }
+
+
+def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
+    found = {str(part["hidden_act"]) for part in parts}
+    if len(found) != 1 or not found <= _ACTIVATIONS.keys():
+        listed = " and ".join(sorted(found))
+        raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
+    return _ACTIVATIONS[found.pop()]
+
+
+def preprocess_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `preprocess_cfg` for a transformers preprocessor_config.json."""
+    for key in ("do_resize", "do_center_crop", "do_normalize"):
+        if config.get(key) is False:
+            raise CheckpointError(f"{where}: {key} is false, which atlas does not follow")
+    size, crop = _edge(config.get("size", 224)), _edge(config.get("crop_size", 224))
+    resample = config.get("resample", 3)
+    if size != crop or resample not in _RESAMPLING:
+        raise CheckpointError(
+            f"{where}: size {size}, crop {crop}, resample {resample}: atlas resizes and crops to "
+            "one size by nearest, bilinear or bicubic interpolation"
+        )
+    return {
+        "size": size,
+        "mean": list(config["image_mean"]),
+        "std": list(config["image_std"]),
+        "interpolation": _RESAMPLING[resample],
+        "resize_mode": "shortest",
+    }
+
+
+def _edge(size: Any) -> Any:
+    """The edge of a square given as a number or as one of transformers' dictionaries."""
+    if isinstance(size, dict):
+        values = set(size.values())
+        return values.pop() if len(values) == 1 else tuple(size.values())
+    return size
+
+
+# Tensors --------------------------------------------------------------------------------------
+
+
+def is_transformers(tensors: LazyTensors) -> bool:
+    """Whether names are those that transformers gives to CLIP."""
+    return any("encoder.layers." in name for name in tensors)
+
+
+def to_open_clip(tensors: LazyTensors) -> dict[str, LazyTensor]:
+    """The same tensors under open_clip's names: q, k, v stacked, projections transposed."""
+    renamed: dict[str, LazyTensor] = {}
+    stacks: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("position_ids"):
+            continue
+        target, part = place_of(name)
+        if part in THIRDS:
+            stacks.setdefault(target, {})[part] = tensor
+        else:
+            renamed[target] = _transposed(tensor) if part == TRANSPOSED else tensor
+    return renamed | {name: _stacked(name, parts) for name, parts in stacks.items()}
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """open_clip's name of a tensor, and what of it this is: q, k, v, its transpose, or all ("")."""
+    if part := _QKV.match(name):
+        tower = "visual." if not part[1].startswith("text_model.") else ""
+        return f"{tower}transformer.resblocks.{part[2]}.attn.in_proj_{part[4]}", part[3]
+    if name in _PROJECTIONS:
+        return _PROJECTIONS[name], TRANSPOSED
+    return _rename(name), ""
+
+
+def _rename(name: str) -> str:
+    if name == "logit_scale":
+        return name
+    is_text = name.startswith("text_model.")
+    inner = name.removeprefix("text_model.").removeprefix("vision_model.")
+    for pattern, replacement in _TEXT_NAMES if is_text else _VISION_NAMES:
+        found, count = re.subn(f"^{pattern}", replacement, inner)
+        if count:
+            return found if is_text else f"visual.{found}"
+    raise MismatchError(f"{name}: not a tensor of a transformers CLIP model")
+
+
+def _transposed(tensor: LazyTensor) -> LazyTensor:
+    shape = (tensor.shape[1], tensor.shape[0])
+    return LazyTensor(shape, tensor.dtype, lambda: tensor.read().T.contiguous())
+
+
+def _stacked(name: str, parts: Mapping[str, LazyTensor]) -> LazyTensor:
+    if missing := [letter for letter in THIRDS if letter not in parts]:
+        raise MismatchError(f"{name}: the {missing[0]} projection is missing")
+    ordered = [parts[letter] for letter in THIRDS]
+    if len({(part.shape, part.dtype) for part in ordered}) != 1:
+        raise MismatchError(f"{name}: the q, k and v projections differ in shape or dtype")
+    shape = (3 * ordered[0].shape[0], *ordered[0].shape[1:])
+    size = math.prod(ordered[0].shape)
+
+    def part(start: int, stop: int) -> torch.Tensor:
+        ends = [(max(start - n * size, 0), min(stop - n * size, size)) for n in range(3)]
+        pieces = [t.span(*e) for t, e in zip(ordered, ends, strict=True) if e[0] < e[1]]
+        return torch.cat(pieces)
+
+    return LazyTensor(
+        shape, ordered[0].dtype, lambda: torch.cat([one.read() for one in ordered]), part
+    )
+
+
+def normalised(tensors: LazyTensors, where: str) -> dict[str, LazyTensor]:
+    """Tensors under open_clip's names, whatever their file calls them."""
+    plain: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        inner = unwrapped(name)
+        if inner in plain:
+            raise CheckpointError(f"{where}: two tensors would both be {inner}; one is {name}")
+        plain[inner] = tensor
+    if is_transformers(plain):
+        return to_open_clip(plain)
+    kept = {name: tensor for name, tensor in plain.items() if not _is_passing(name)}
+    if "conv1.weight" in kept:  # an image tower saved on its own
+        return {f"visual.{name}": tensor for name, tensor in kept.items()}
+    return kept
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a tensor is no part of the model: a mask, a size, a constant of a script."""
+    return name.endswith(MASKS) or name in INFORMATION or name.startswith("CONSTANTS.")
+
+
+def unwrapped(name: str) -> str:
+    """A name without the prefixes that training wrappers put before it."""
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name
+
+
+def is_clip(names: Iterable[str]) -> bool:
+    """Whether names are those of a CLIP model, of open_clip or of transformers."""
+    marks = ("visual.", "vision_model.")
+    return any(unwrapped(name).startswith(marks) for name in names)
+
+
+def plain(tensors: LazyTensors, where: str) -> LazyTensors:
+    """A model as it can be written: names of open_clip without wrappers, others as they are."""
+    if is_clip(tensors) and not is_transformers(tensors):
+        return normalised(tensors, where)
+    return tensors
+
+
+def block_of(name: str, *, transformers: bool) -> tuple[str, str]:
+    """open_clip's name of a tensor, and what of it this is: see layouts.place_of."""
+    return place_of(unwrapped(name)) if transformers else (unwrapped(name), "")
+
+
+def renamed(tensors: LazyTensors, like: LazyTensors, where: str) -> LazyTensors:
+    """The tensors under the names that `like` has for them; left alone if they have them already.
+
+    Names that have no counterpart are kept, for whoever compares the two to complain of.
+    """
+    if tensors.keys() == like.keys() or not (is_clip(tensors) and is_clip(like)):
+        return tensors
+    blocks = normalised(tensors, where)
+    transformers = is_transformers(like)
+    found: dict[str, LazyTensor] = {}
+    used: set[str] = set()
+    for name, wanted in like.items():
+        if not wanted.dtype.is_floating_point:
+            continue
+        block, part = block_of(name, transformers=transformers)
+        if block in blocks:
+            found[name] = piece(blocks[block], part)
+            used.add(block)
+    return found | {name: tensor for name, tensor in blocks.items() if name not in used}
+
+
+def piece(tensor: LazyTensor, part: str) -> LazyTensor:
+    """A third of stacked projections, a transpose, or the tensor itself."""
+    if part == TRANSPOSED:
+        turned = (tensor.shape[1], tensor.shape[0])
+        return LazyTensor(turned, tensor.dtype, lambda: tensor.read().T.contiguous())
+    if part not in THIRDS:
+        return tensor
+    rows = tensor.shape[0] // 3
+    shape = (rows, *tensor.shape[1:])
+    first = THIRDS.index(part) * math.prod(shape)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        return tensor.span(first + start, first + stop)
+
+    return LazyTensor(shape, tensor.dtype, lambda: read(0, math.prod(shape)).reshape(shape), read)

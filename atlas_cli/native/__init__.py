@@ -1,0 +1,1 @@
+"""The loops in C, and the Python doors to them."""

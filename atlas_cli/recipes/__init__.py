@@ -1,0 +1,1 @@
+"""YAML or flags in, typed and checked recipes out."""

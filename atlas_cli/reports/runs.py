@@ -1,0 +1,246 @@
+"""A learning run read back from its folder, or coefficients alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atlas_cli.errors import CheckpointError, UsageError
+from atlas_cli.recipes.coefficients import Table, problems_of
+from atlas_cli.recipes.reading import LearnedRecipe, read_recipe
+
+_CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
+_LARGE = "coefficients.safetensors"
+
+
+@dataclass(frozen=True)
+class Classes:
+    """A number for every class of a task, before and after; `on` says of which images.
+
+    It is a share of them that is recognised or, where nobody knows labels, a count of predictions.
+    `after` is what the second number is called.
+    """
+
+    task: str
+    on: str
+    shares: bool
+    rows: tuple[tuple[str, float, float], ...]
+    after: str = "learned"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was measured at the end, by method: a number for each column, or None."""
+
+    shares: bool
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[float | None, ...]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What there is of a run; all but the table may be missing, and of a run that was killed that.
+
+    `metrics` are the rows of metrics.jsonl as they are.
+    """
+
+    name: str
+    table: Table = field(default_factory=dict)
+    recipe: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...] = ()
+    metrics: tuple[dict[str, Any], ...] = ()
+    scores: Scores | None = None
+    classes: tuple[Classes, ...] = ()
+
+    @property
+    def comment(self) -> list[str]:
+        """What the recipe says of itself in the lines above its keys."""
+        lines = self.recipe.splitlines()
+        return [line.removeprefix("# ") for line in lines if line.startswith("#")]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is one that a learning command has written, rather than a model's."""
+    try:
+        return {"command", "recipe"} <= _read_json(path / _CONFIG).keys()
+    except CheckpointError:
+        return (path / _METRICS).exists()
+
+
+def read_run(folder: Path) -> Record:
+    """All that a folder tells. Raises UsageError if it is no run, CheckpointError if damaged."""
+    if not folder.is_dir():
+        raise UsageError(f"no such run: {folder}")
+    if not is_run(folder):
+        raise UsageError(f"{folder}: holds no run; it is the folder that -o DIR of fit has named")
+    config = _read_json(folder / _CONFIG)
+    recipe = _read_text(folder / _RECIPE)
+    table = _table_of(read_recipe(LearnedRecipe, recipe, str(folder)), folder) if recipe else {}
+    result = _read_json(folder / _RESULT)
+    tasks = _tasks(config, folder / _CONFIG)
+    try:
+        method = str(config["recipe"].get("method", "learned"))
+        scores, classes = _scores(result, method), tuple(_classes(result, tasks, method))
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
+    metrics = tuple(_read_rows(folder / _METRICS))
+    return Record(str(folder), table, recipe, config, tasks, metrics, scores, classes)
+
+
+def read_coefficients(text: str, where: str) -> Record:
+    """Coefficients from a learned recipe, or from a table by vector and block in JSON."""
+    if not text.lstrip().startswith("{"):
+        recipe = read_recipe(LearnedRecipe, text, where)
+        return Record(where, _table_of(recipe, Path(where).parent), text)
+    try:
+        found = json.loads(text)
+    except ValueError as problem:
+        raise UsageError(f"{where}: cannot be read as JSON") from problem
+    if not found or not all(_is_row(row) for row in found.values()):
+        raise UsageError(f"{where}: holds no coefficients: numbers by vector, then by block")
+    table = {vector: {b: float(x) for b, x in row.items()} for vector, row in found.items()}
+    return Record(where, _checked(table, where))
+
+
+def is_table(path: Path) -> bool:
+    """Whether a weight file holds a table of coefficients and nothing else."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(4096)[8:]
+    except OSError:
+        return False
+    found = re.findall(rb'"(\w+)":\s*\{"dtype"', header)
+    return found == [b"coefficients"]
+
+
+def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
+    """A table that is kept as a tensor: its columns have numbers for names."""
+    from atlas_cli.io.checkpoint import open_safetensors  # torch is slow: only for large tables
+
+    tensor = open_safetensors(path).get("coefficients")
+    if tensor is None or len(tensor.shape) != 2:
+        raise CheckpointError(f"{path}: holds no table of coefficients")
+    rows = tensor.read().tolist()
+    listed = names if len(names) == len(rows) else [f"vector {n + 1}" for n in range(len(rows))]
+    found = {
+        name: {str(number): value for number, value in enumerate(row)}
+        for name, row in zip(listed, rows, strict=True)
+    }
+    return _checked(found, str(path))
+
+
+def _table_of(recipe: LearnedRecipe, folder: Path) -> Table:
+    """The coefficients of a recipe; those of a large one are in a file beside it."""
+    if isinstance(recipe.coefficients, dict):
+        return _checked(recipe.coefficients, "coefficients")
+    beside = folder / _LARGE
+    path = Path(recipe.coefficients)
+    names = [entry.name for entry in recipe.vectors]
+    return read_numbers(beside if beside.is_file() else path, names)
+
+
+def _checked(table: Table, where: str) -> Table:
+    if problems := problems_of(table, where):
+        raise UsageError(problems[0])
+    return table
+
+
+def _is_row(row: object) -> bool:
+    return (
+        isinstance(row, dict)
+        and bool(row)
+        and all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in row.values()
+        )
+    )
+
+
+def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """The names of the data that were learned from."""
+    try:
+        return tuple(str(entry["name"]) for entry in config["data"])
+    except (KeyError, TypeError) as problem:
+        raise CheckpointError(f"{path}: is not the configuration of a run") from problem
+
+
+# The result -----------------------------------------------------------------------------------
+
+
+def _scores(result: Mapping[str, Any], method: str) -> Scores | None:
+    """Accuracies of tasks by method, or what can be told without labels."""
+    if "accuracy" in result:
+        rows = {**result["accuracy"], "own models": result.get("individual") or ()}
+        kept = {name: tuple(map(_number, row)) for name, row in rows.items() if any(row)}
+        return Scores(True, tuple(result["tasks"]), kept)
+    if "adapted" in result:
+        names = tuple(result["zero_shot"])
+        rows = {"zero-shot": result["zero_shot"], "adapted": result["adapted"]}
+        kept = {name: tuple(_number(row.get(key)) for key in names) for name, row in rows.items()}
+        return Scores(False, names, kept)
+    if "learned" in result:
+        before, after = _number(result["zero_shot"]), _number(result["learned"])
+        return Scores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
+    return None
+
+
+def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> Iterator[Classes]:
+    for task in result.get("classes", ()):
+        rows = tuple(
+            (name, float(row["zero_shot"]), float(row["learned"]))
+            for name, row in task["classes"].items()
+        )
+        yield Classes(task["task"], task["on"], True, rows, method)
+    if histogram := result.get("histogram"):
+        before, after = histogram["zero-shot"], histogram["adapted"]
+        counts = tuple((name, float(n), float(after[name])) for name, n in before.items())
+        on = f"{sum(before.values())} images, as they are classified"
+        yield Classes(tasks[0] if tasks else "images", on, False, counts, "adapted")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def _read_text(path: Path) -> str:
+    """A text file, or nothing if there is none."""
+    try:
+        return path.read_text("utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CheckpointError(f"{path}: cannot be read as UTF-8 text") from problem
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read_text(path) or "{}")
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: cannot be read as JSON") from problem
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected keys and values")
+    return found
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows that were written whole: of a run that was killed, the last may not be."""
+    for number, line in enumerate(_read_text(path).splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            return
+        try:
+            row = json.loads(line)
+        except ValueError as problem:
+            raise CheckpointError(f"{path}: line {number} cannot be read as JSON") from problem
+        if not isinstance(row, dict) or not isinstance(row.get("number"), int):
+            raise CheckpointError(f"{path}: line {number} is not a row of metrics")
+        yield {key: value for key, value in row.items() if _is_shown(value)}
+
+
+def _is_shown(value: object) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))

@@ -1,0 +1,1 @@
+"""What a name stands for: references, the Hub, the cache -> local files."""

@@ -1,0 +1,195 @@
+"""A model reference -> the files behind it, wherever they are."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from atlas_cli.errors import (
+    AtlasError,
+    CheckpointError,
+    UnreachableError,
+    UsageError,
+)
+from atlas_cli.sources import builtin
+from atlas_cli.sources.cache import Known, recall, remember, sight
+from atlas_cli.sources.hub import open_snapshot
+from atlas_cli.sources.references import Reference
+
+# In order of preference. Safetensors first: nothing in them can be run.
+WEIGHT_NAMES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+CONFIG_NAMES = (
+    *("open_clip_config.json", "config.json", "preprocessor_config.json"),
+    "adapter_config.json",
+)
+TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_WINDOW = 4 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """The local files behind a reference. `commit` is known for sources on the Hub."""
+
+    reference: Reference
+    folder: Path
+    weights: tuple[Path, ...]
+    commit: str | None = None
+
+    def config(self, name: str) -> dict[str, object] | None:
+        """The JSON object in a configuration file beside the weights, or None without one."""
+        path = self.folder / name
+        return read_object(path) if path.is_file() else None
+
+    def provenance(self) -> dict[str, object]:
+        """Where the weights came from, exactly: reference, commit, and sha256 of every file."""
+        return {
+            "reference": self.reference.text,
+            "commit": self.commit,
+            "sha256": self._hashes(),
+        }
+
+    def _hashes(self) -> dict[str, str]:
+        seen = sight(self.weights)
+        known = recall("files", seen, [path.name for path in self.weights])
+        if not known:
+            known = {path.name: Known(sha256_of(path)) for path in self.weights}
+            remember("files", seen, known)
+        return {name: one.digest for name, one in known.items()}
+
+
+def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
+    """Find the files of a reference, downloading them if need be.
+
+    `beside` are patterns of further files to download, where a repository has them.
+    """
+    match reference.kind:
+        case "builtin":
+            return _in_folder(reference, builtin.model_folder(reference.name))
+        case "path":
+            path = Path(reference.name)
+            if path.is_dir():
+                return _in_folder(reference, path)
+            return Source(reference, path.parent, (path,))
+        case "open_clip":
+            repository, file = _open_clip_repository(reference)
+            return _on_hub(reference, repository, file, beside)
+        case "hub":
+            return _on_hub(reference, reference.name, reference.file, beside)
+
+
+def _in_folder(reference: Reference, folder: Path) -> Source:
+    entry = choose_weights([path.name for path in folder.iterdir()], reference.text)
+    return Source(reference, folder, tuple(folder / name for name in _members(folder, entry)))
+
+
+def _open_clip_repository(reference: Reference) -> tuple[str, str | None]:
+    """The Hub repository, and the file in it, that open_clip lists for a tag."""
+    from atlas_cli.torchvision_repair import import_open_clip  # imports torch: only for a tag
+
+    found = import_open_clip().get_pretrained_cfg(reference.name, reference.tag)
+    if not found.get("hf_hub"):
+        raise UsageError(f"{reference.text}: open_clip lists no weights for it on the Hub")
+    address = found["hf_hub"]
+    owner, name, file = (*address.split("/"), "")[:3]
+    return f"{owner}/{name}", file or None
+
+
+def _on_hub(
+    reference: Reference, repository: str, file: str | None, beside: Sequence[str]
+) -> Source:
+    likely = [*CONFIG_NAMES, *WEIGHT_NAMES]
+    snapshot = open_snapshot(repository, reference.revision, [file, *likely] if file else likely)
+    entry = file or choose_weights(snapshot.files, reference.text)
+    folder = snapshot.fetch([entry])
+    members = _members(folder, entry)
+    missing = [name for name in members if name not in snapshot.files]
+    if missing:
+        raise UnreachableError(f"{reference.text}: lists {missing[0]} but does not hold it")
+    snapshot.fetch([*members, *CONFIG_NAMES])
+    if _needs_tokenizer(folder):
+        snapshot.fetch(TOKENIZER_PATTERNS)
+    if beside and any(fnmatch.fnmatchcase(n, p) for n in snapshot.files for p in beside):
+        snapshot.fetch(beside)
+    weights = tuple(folder / name for name in members)
+    return Source(reference, weights[0].parent, weights, commit=snapshot.commit)
+
+
+def _needs_tokenizer(folder: Path) -> bool:
+    path = folder / "open_clip_config.json"
+    return path.is_file() and "hf_tokenizer_name" in path.read_text("utf-8")
+
+
+def choose_weights(names: Collection[str], where: str) -> str:
+    """Which of the files in a folder holds the weights, or lists the files that do."""
+    for name in WEIGHT_NAMES:
+        if name in names:
+            return name
+    indexed = sorted(name for name in names if name.endswith(".index.json"))
+    loose = indexed or sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and "/" not in n)
+    if len(loose) == 1:
+        return loose[0]
+    found = f"several: {', '.join(loose[:4])}; name one of them" if loose else "none"
+    raise AtlasError(f"{where}: expected one weight file, found {found}")
+
+
+def _members(folder: Path, entry: str) -> Sequence[str]:
+    """The weight files behind an entry: itself, or the shards that an index lists."""
+    if not entry.endswith(".index.json"):
+        return [entry]
+    listed = read_object(folder / entry).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{folder / entry}: has no weight_map")
+    shards = sorted({str(name) for name in listed.values()})
+    for name in shards:
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or "\\" in name:
+            raise CheckpointError(f"{folder / entry}: names a shard outside its folder: {name}")
+        _check_link(folder / entry, name)
+    return [str(PurePosixPath(entry).parent / name) for name in shards]
+
+
+def _check_link(index: Path, name: str) -> None:
+    """Refuse a shard that is a link to elsewhere than where the index itself, or its link, is."""
+    shard, homes = (index.parent / name).resolve(), (index.parent, index.resolve().parent)
+    if not any(shard.is_relative_to(home.resolve()) for home in homes):
+        raise CheckpointError(f"{index}: names a shard that is a link out of its folder: {name}")
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises CheckpointError for anything else."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path}: is not valid JSON: {problem}") from problem
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for start in range(0, size, _WINDOW):  # mapped: a copy would take a sixth of the time
+            length = min(_WINDOW, size - start)
+            with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start) as window:
+                found.update(window)
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""The task-vector file: format, extract, pool, describe."""

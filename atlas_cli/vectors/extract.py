@@ -1,0 +1,284 @@
+"""A base and a fine-tuned model -> a task vector, block by block, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from atlas_cli import __version__
+from atlas_cli.core import storage
+from atlas_cli.core.storage import Block, Factors, Form
+from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
+from atlas_cli.io.checkpoint import TensorStream, header_text
+from atlas_cli.io.files import whole_file
+from atlas_cli.sources.locate import Source
+from atlas_cli.vectors.bases import Base
+from atlas_cli.vectors.differences import Choice, Difference, open_difference
+from atlas_cli.vectors.format import BlockInfo, Header, stored_tensors, to_metadata
+
+_LONGEST_NUMBER = -1.234567e-100
+_LONGEST_OFFSET = 10**12
+
+
+def block_order(base: Base) -> list[str]:
+    """The blocks as people count them; those that would upset alignment come last."""
+    odd = {name: math.prod(tensor.shape) % 8 != 0 for name, tensor in base.blocks.items()}
+    return sorted(base.blocks, key=lambda name: (odd[name], natural(name)))
+
+
+def natural(name: str) -> list[Any]:
+    """A key that sorts layer 10 after layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def promised(
+    name: str, base: Base, finetuned: Source, difference: Difference, scale: float
+) -> Header:
+    """The header with all that is known beforehand, and hashes that are only as long as theirs."""
+    shapes = {name: base.blocks[name].shape for name in block_order(base)}
+    return Header(
+        name=name,
+        base=_unhashed(base.source),
+        finetuned={**_unhashed(finetuned), **difference.origin},
+        architecture=base.architecture,
+        activation=base.activation,
+        scope=base.scope,
+        scale=scale * difference.scale,
+        fingerprint="0" * 64,
+        blocks=tuple(BlockInfo(name, shape, "factors", 0, 0, 0) for name, shape in shapes.items()),
+        dropped=(*difference.dropped, *base.integers),
+        linearised=difference.linearised,
+        atlas=__version__,
+        base_norm=_LONGEST_NUMBER,
+    )
+
+
+def _unhashed(source: Source) -> dict[str, Any]:
+    hashes = {path.name: "0" * 64 for path in source.weights}
+    return {"reference": source.reference.text, "commit": source.commit, "sha256": hashes}
+
+
+def room_for(header: Header, parts: int) -> int:
+    """The most bytes that a promised header can take, if blocks have up to `parts` parts."""
+    longest = dict.fromkeys(("norm", "base_norm", "error"), _LONGEST_NUMBER)
+    blocks = tuple(
+        BlockInfo(block.name, block.shape, "factors", **longest, starts=block.shape[:1] * parts)
+        for block in header.blocks
+    )
+    dropped = (*header.dropped, *(block.name for block in blocks))
+    worst = dataclasses.replace(header, blocks=blocks, dropped=dropped)
+    kinds = [f"#{kind}{number}" for number in range(parts) for kind in ("up", "down")]
+    place = [_LONGEST_OFFSET, _LONGEST_OFFSET]
+    entries = {
+        block.name + kind: {"dtype": "BF16", "shape": block.shape, "data_offsets": place}
+        for block in blocks
+        for kind in ("", "#scale", *kinds)
+    }
+    return len(header_text(entries, to_metadata(worst)))
+
+
+def fulfilled(
+    header: Header, infos: Sequence[BlockInfo], base: Base, difference: Difference
+) -> Header:
+    """The header with the numbers of the blocks; raises MismatchError if there is no vector."""
+    finetuned = header.finetuned["reference"]
+    kept = sorted((info for info in infos if info.norm), key=lambda info: natural(info.name))
+    if not kept:
+        raise MismatchError(f"{finetuned}: is identical to {base.name} in scope {header.scope}")
+    found = base.hashes.fingerprint()
+    if difference.fingerprint not in (None, found):
+        raise MismatchError(f"{finetuned}: is a task vector of another base model than {base.name}")
+    unchanged = [info.name for info in infos if not info.norm]
+    return dataclasses.replace(
+        header,
+        fingerprint=found,
+        blocks=tuple(_in_short(info) for info in kept),
+        dropped=tuple(sorted({*header.dropped, *unchanged}, key=natural)),
+        base_norm=_rounded(math.hypot(*(info.base_norm for info in infos))),
+    )
+
+
+def _in_short(info: BlockInfo) -> BlockInfo:
+    norm, base_norm, error = map(_rounded, (info.norm, info.base_norm, info.error))
+    return dataclasses.replace(info, norm=norm, base_norm=base_norm, error=error)
+
+
+def _rounded(number: float) -> float:
+    """Seven digits: more are noise, and would take more room than was left."""
+    return float(f"{number:.6e}")
+
+
+_LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent
+_HASHERS = 3  # threads: for the files of either model, and for the blocks of the base
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the user wants a vector made, and who hears of surprises and of progress."""
+
+    choice: Choice = field(default_factory=Choice)
+    form: Form = field(default_factory=Form)
+    scale: float = 1.0
+    warn: Callable[[str], None] = lambda text: None
+    advance: Callable[[int], None] = lambda count: None
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """A task vector that was written. Shown as its path, or as JSON. Errors are relative."""
+
+    path: str
+    name: str
+    blocks: int
+    parameters: int
+    bytes: int
+    worst_error: float
+    mean_error: float
+    relative_norm: float
+    dropped: int
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Options) -> Extracted:
+    """Write a task vector to `path`, where it appears when it is complete."""
+    try:
+        # Not "wb": a file that was cut to nothing is flushed to the disk when it is closed.
+        with whole_file(path) as temporary, temporary.open("r+b") as file:
+            made = extract(file, name, base, finetuned, options)
+    except OSError as problem:
+        raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
+    return dataclasses.replace(made, path=str(path))
+
+
+def extract(
+    file: BinaryIO, name: str, base: Base, finetuned: Source, options: Options
+) -> Extracted:
+    """Write scale * (fine-tuned - base) to an open file, with one block in memory at a time."""
+    difference = open_difference(finetuned, base.tensors, options.choice)
+    _check(base, finetuned, difference, options.form)
+    if difference.dropped:
+        left = ", ".join(difference.dropped[:3]) + (", ..." if difference.dropped[3:] else "")
+        options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
+    header = promised(name, base, finetuned, difference, options.scale)
+    stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
+    with ThreadPoolExecutor(_HASHERS) as pool, _threads(options.form):
+        origin = pool.submit(finetuned.provenance)
+        if not base.provenance:
+            base.provenance.append(pool.submit(base.source.provenance))
+        infos = list(_write(stream, _read(base, pool), difference, options))
+    header = dataclasses.replace(
+        fulfilled(header, infos, base, difference),
+        base=base.provenance[0].result(),
+        finetuned={**origin.result(), **difference.origin},
+    )
+    return _summary(header, stream.finish(to_metadata(header)), options.warn)
+
+
+@contextmanager
+def _threads(form: Form) -> Iterator[None]:
+    """One thread subtracts as fast as memory allows, beside another that hashes the files."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if form.is_low_rank else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(base: Base, finetuned: Source, difference: Difference, form: Form) -> None:
+    """Refuse what can be refused before any value is read."""
+    if difference.parts and (form.is_low_rank or form.dtype == "int8"):
+        raise UsageError(
+            f"{finetuned.reference.text}: is low-rank already and stays so; use --dtype fp32, "
+            "fp16 or bf16 without --rank or --energy"
+        )
+    if difference.fingerprint is None:  # a task vector says more than its folder does
+        base.check_activation(finetuned)
+
+
+# Blocks ---------------------------------------------------------------------------------------
+
+
+def _read(base: Base, pool: Executor) -> Iterator[tuple[BlockInfo, torch.Tensor]]:
+    """The values of every block of the base in float32, while the pool hashes them."""
+    for name in block_order(base):
+        values = base.blocks[name].read().float()
+        norm = _finite(name, base.hashes.add(name, values, pool))
+        yield BlockInfo(name, tuple(values.shape), "", 0.0, norm, 0.0), values
+
+
+def _write(
+    stream: TensorStream,
+    blocks: Iterator[tuple[BlockInfo, torch.Tensor]],
+    difference: Difference,
+    options: Options,
+) -> Iterator[BlockInfo]:
+    """Write every block that changed, and tell of every block; norm 0 means unchanged."""
+    for unchanged, base in blocks:
+        change = difference.blocks.get(unchanged.name)
+        exact = storage.scaled(change(base), options.scale) if change else None
+        block, info = _encoded(unchanged, exact, options.form)
+        if block is not None:
+            for key, tensor in stored_tensors(info.name, block).items():
+                stream.add(key, tensor)
+        options.advance(1)
+        yield info
+
+
+def _encoded(info: BlockInfo, exact: Block | None, form: Form) -> tuple[Block | None, BlockInfo]:
+    """A block in the form it is kept in, or None if it is zero."""
+    values = storage.decode(exact) if exact is not None else torch.zeros(1)
+    if exact is None or (norm := _finite(info.name, storage.norm(values))) == 0:
+        return None, info
+    block = storage.encode(exact, form)
+    error = storage.relative_error(values, block)
+    if not math.isfinite(error):
+        raise AtlasError(
+            f"{info.name}: changes too much for {form.dtype}; use --dtype bf16 or fp32"
+        )
+    starts = tuple(part.start for part in block.parts) if isinstance(block, Factors) else ()
+    kept = storage.storage_of(block)
+    return block, dataclasses.replace(info, storage=kept, norm=norm, error=error, starts=starts)
+
+
+def _finite(name: str, norm: float) -> float:
+    if not math.isfinite(norm):
+        raise CheckpointError(f"{name}: holds values that are not finite numbers")
+    return norm
+
+
+# Summary --------------------------------------------------------------------------------------
+
+
+def _summary(header: Header, length: int, warn: Callable[[str], None]) -> Extracted:
+    """What to tell the user, with a warning if the base cannot be the right one."""
+    errors = [info.error for info in header.blocks]
+    relative = header.norm if header.relative_norm is None else header.relative_norm
+    if relative > _LARGEST_NORM * abs(header.scale):
+        warn(
+            f"{header.finetuned['reference']}: |tau|/|theta0| is {relative / abs(header.scale):.2f}"
+            f", more than fine-tuning gives; is {header.base['reference']} really its base?"
+        )
+    return Extracted(
+        path="-",
+        name=header.name,
+        blocks=len(header.blocks),
+        parameters=sum(math.prod(info.shape) for info in header.blocks),
+        bytes=length,
+        worst_error=max(errors),
+        mean_error=statistics.fmean(errors),
+        relative_norm=float(f"{relative:.6e}"),
+        dropped=len(header.dropped),
+    )

@@ -1,0 +1,156 @@
+"""`atlas demo`: a story that can be copied line by line, stopped, and told again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from atlas_cli.cli.demo_story import TALES, chapters, identity, table
+
+ATLAS = [sys.executable, "-m", "atlas_cli"]
+COMMANDS = {"extract", "negate", "add", "fit", "tta", "merge", "eval"}
+
+
+def test_all_seven_commands_have_a_part() -> None:
+    told = {line.arguments[0] for chapter in chapters() for line in chapter.lines}
+    assert told >= COMMANDS
+
+
+def test_a_line_comes_after_those_that_make_what_it_reads() -> None:
+    lines = [line for chapter in chapters() for line in chapter.lines]
+    for number, line in enumerate(lines):
+        assert not any(line.needs(later) for later in lines[number:]), line
+    names = {line.name: line for line in lines if line.made}
+    assert names["few_shot_model"].needs(names["few_shot"])
+    assert lines[-1].needs(names["few_shot_uniform_model"])
+    assert not names["few_shot_uniform"].needs(names["few_shot"])
+
+
+def test_no_line_takes_a_vector_of_the_task_that_it_is_tested_on() -> None:
+    for tale in TALES[:2]:  # to forget or to combine tasks is to use their own vectors
+        assert not set(tale.tested) & set(tale.learn[2:])
+
+
+def test_the_table_holds_what_eval_printed() -> None:
+    def score(model: str, data: str, top1: float) -> dict[str, object]:
+        return {"model": model, "data": data, "top1": top1}
+
+    scores = {}
+    for tale in TALES:
+        models = ["builtin:tiny", *(f"{run}_model" for run in tale.runs)]
+        pairs = [(m, d) for m in models for d in tale.tested]
+        results = [score(m, d, (n + 1) / 100) for n, (m, d) in enumerate(pairs)]
+        scores[tale.name] = {"results": results}
+    few, blind, forgotten, kept, together = table(scores)
+    assert (few.zero_shot, few.uniform, few.learned) == (1, 2, 3)
+    assert (blind.zero_shot, blind.uniform, blind.learned) == (1, 2, 3)
+    assert (forgotten.zero_shot, forgotten.uniform, forgotten.learned) == (1, 3, 5)
+    assert (kept.zero_shot, kept.uniform, kept.learned) == (2, 4, 6)
+    assert (together.zero_shot, together.uniform, together.learned) == (2, 5, 8)
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ATLAS, "demo", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which nothing can be made, where we may mount one."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(read_only: Path) -> None:
+    done = run(cwd=read_only)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "atlas: error: atlas-demo: cannot be written (Read-only file system); "
+        "choose another folder with -o DIR\n"
+    )
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "atlas-demo").mkdir()
+    (tmp_path / "atlas-demo" / "mine").write_text("mine")
+    done = run("--force", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "is not empty and holds no demo" in done.stderr
+    assert (tmp_path / "atlas-demo" / "mine").read_text() == "mine"
+
+
+def test_the_demo_of_another_version_is_not_mixed_with_this_one(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "demo.json").write_text(json.dumps({"story": "other", "done": []}))
+    done = run("-o", "d", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "d: holds the demo of another atlas; --force begins anew" in done.stderr
+
+
+def test_a_command_that_fails_ends_the_story_with_its_own_words(tmp_path: Path) -> None:
+    lines = [line for chapter in chapters()[:2] for line in chapter.lines]
+    done = [str(line) for line in lines]
+    (tmp_path / "d").mkdir()
+    notes = {"story": identity(), "done": done, "seconds": 0.0}
+    (tmp_path / "d" / "demo.json").write_text(json.dumps(notes))
+    ended = run("-o", "d", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert f"going on in d, where {len(done)} commands are done" in ended.stderr
+    assert "together_uniform/recipe.yaml" in ended.stderr
+    assert "failed with exit code" in ended.stderr
+
+
+def test_a_kill_ends_the_commands_that_run(tmp_path: Path) -> None:
+    process = subprocess.Popen([*ATLAS, "demo", "-o", "d"], cwd=tmp_path, stdout=-3, stderr=-3)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "d" / "signs" / "config.json").exists():  # fine-tuning is under way
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert working_in(tmp_path)
+    process.kill()
+    process.wait()
+    while working_in(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def working_in(folder: Path) -> list[str]:
+    """The processes whose working directory is within a folder."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (one / "cwd").readlink().is_relative_to(folder.resolve()):
+                found.append(one.name)
+    return found
+
+
+@pytest.mark.slow
+def test_killed_and_run_again_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
+    whole = run("-o", "whole", "--json", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    command = [*ATLAS, "demo", "-o", "killed", "--json"]
+    for seconds in (25, 40):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=-3, stderr=-3)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    again = run("-o", "killed", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "going on in killed" in again.stderr
+    rows = [json.loads(done.stdout)["rows"] for done in (whole, again)]
+    assert rows[0] == rows[1]
+    for row in rows[0]:
+        if "to forget" not in row["what"]:
+            assert row["learned"] > row["zero_shot"] or "to keep" in row["what"]

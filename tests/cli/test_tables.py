@@ -1,0 +1,52 @@
+"""Tables on a terminal of any width: no number is cut, and no line is too long."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+ROWS = [
+    {"model": "builtin:tiny", "images": "1,000", "top-1": "36.90", "delta": "", "p": ""},
+    {"model": "models/learned", "images": "1,000", "top-1": "75.70", "delta": "+38.8", "p": "1e-9"},
+]
+SCRIPT = f"from atlas_cli.cli import console; console.emit_table({ROWS!r}, 'split: test')"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def drawn(width: int) -> list[str]:
+    """The lines that a terminal of a width is given."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("COLUMNS", None)
+    subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, env=environment, check=True)
+    os.close(theirs)
+    found = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;]*m", "", found).replace("\r\n", "\n").splitlines()
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 120])
+def test_every_number_is_whole_and_every_line_fits(width: int) -> None:
+    lines = drawn(width)
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    for row in ROWS:
+        assert {row[name] for name in ("images", "top-1", "delta", "p")} - {""} <= set(words)
+
+
+def test_a_wide_terminal_has_a_line_for_every_row_and_a_narrow_one_for_every_cell() -> None:
+    assert "  builtin:tiny     1,000  36.90               " in drawn(80)
+    assert [line.split() for line in drawn(30)[1:6]] == [
+        *(["model", "builtin:tiny"], ["images", "1,000"], ["top-1", "36.90"]),
+        *(["delta"], ["p"]),
+    ]

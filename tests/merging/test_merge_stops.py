@@ -1,0 +1,211 @@
+"""Merges that are killed, interrupted, or run out of disk: all or nothing, and no byte differs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from merge_runs import digests, linear, llama, write_model, write_recipe
+
+from atlas_cli.errors import AtlasError
+from atlas_cli.merging.staging import Part, check_space, check_target
+
+ROOMY = ("--memory", "8GB")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A merge of two models of 40 MB, with enough tensors to be caught in the middle."""
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        write_model(tmp_path / f"m{number}", llama(number, layers=24, width=370))
+    return write_recipe(tmp_path / "r.yaml", linear(1, 2, dtype="float32", out_dtype="bfloat16"))
+
+
+def start(recipe: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "atlas_cli", "merge", str(recipe), "-o", "out", "-q"]
+    return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def pieces_in(journal: Path) -> int:
+    """How many pieces a journal has; -1 if there is no journal."""
+    try:
+        return journal.read_bytes().count(b"\n") - 1
+    except FileNotFoundError:
+        return -1
+
+
+def kill_somewhere(recipe: Path, chance: random.Random, number: int) -> int | None:
+    """Kill a merge after some more pieces; how many there are then, or None if it was done."""
+    journal = recipe.parent / ".out.part" / "journal"
+    wanted = max(pieces_in(journal), 0) + chance.randint(1, 40)
+    process = start(recipe)
+    while process.poll() is None and pieces_in(journal) < wanted:
+        time.sleep(0.0005)
+    time.sleep(chance.choice((0, 0, 0.002, 0.01)))
+    process.send_signal(number)
+    process.communicate()
+    return pieces_in(journal) if process.returncode else None
+
+
+def check_kills(recipe: Path, kills: int, number: int) -> None:
+    out = recipe.parent / "out"
+    process = start(recipe)
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+    wanted = digests(out)
+    chance = random.Random(kills)
+    caught: list[int] = []
+    while len(caught) < kills:
+        if out.exists():
+            assert digests(out) == wanted  # whole, whenever it is there
+            shutil.rmtree(out)
+        if (pieces := kill_somewhere(recipe, chance, number)) is not None:
+            caught.append(pieces)
+    if not out.exists():
+        process = start(recipe)
+        process.communicate()
+        assert process.returncode == 0
+    assert digests(out) == wanted
+    assert not (recipe.parent / ".out.part").exists()
+    assert len(set(caught)) > 2  # they were stopped at different moments, in the middle
+
+
+def test_five_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path):
+    check_kills(recipe, 5, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_thirty_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path):
+    check_kills(recipe, 30, signal.SIGKILL)
+
+
+def test_an_interrupt_ends_with_130_and_leaves_what_is_needed_to_go_on(recipe: Path):
+    out, part = recipe.parent / "out", recipe.parent / ".out.part"
+    for _ in range(20):  # a merge that was whole before it heard of the interrupt shows nothing
+        shutil.rmtree(out, ignore_errors=True)
+        process = start(recipe)
+        while process.poll() is None and pieces_in(part / "journal") < 1:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1]
+        if not out.exists():
+            break
+    assert (process.returncode, said.decode().splitlines()[-1]) == (130, "atlas: interrupted")
+    assert (part / "journal").is_file()
+    left = pieces_in(part / "journal")
+    assert left >= 1
+    stamp = (part / "model.safetensors").stat().st_ino
+    process = start(recipe)
+    process.communicate()
+    assert process.returncode == 0
+    assert (out / "model.safetensors").stat().st_ino == stamp  # the file that was begun
+
+
+# The folder -----------------------------------------------------------------------------------
+
+FILES = {"w.safetensors": 64}
+
+
+def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
+    first = Part(tmp_path / "out", "same", FILES)
+    first.write("w.safetensors", 8, torch.arange(4, dtype=torch.int16))
+    first.note((0, 0))
+    first.note((3, 1))
+    first.close()
+    journal = tmp_path / ".out.part" / "journal"
+    journal.write_text(journal.read_text() + "4 ")  # killed within a line
+    (journal.parent / ".README.md.part").touch()  # or while it wrote what stands beside the weights
+    again = Part(tmp_path / "out", "same", FILES)
+    assert again.done == {(0, 0), (3, 1)}
+    assert (tmp_path / ".out.part" / "w.safetensors").read_bytes()[8:16] == bytes(
+        [0, 0, 1, 0, 2, 0, 3, 0]
+    )
+    again.finish()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize(("identity", "files"), [("other", FILES), ("same", {"w.safetensors": 65})])
+def test_other_work_starts_anew(tmp_path: Path, identity: str, files: dict[str, int]):
+    first = Part(tmp_path / "out", "same", FILES)
+    first.note((0, 0))
+    first.close()
+    assert Part(tmp_path / "out", identity, files).done == set()
+
+
+def test_two_merges_do_not_write_one_folder(tmp_path: Path):
+    first = Part(tmp_path / "out", "same", FILES)
+    with pytest.raises(AtlasError, match="another atlas merge is writing it"):
+        Part(tmp_path / "out", "same", FILES)
+    first.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_atlas_merge_wrote_is_replaced_and_only_by_force(tmp_path: Path):
+    target = tmp_path / "out"
+    check_target(target, force=False)
+    target.mkdir()
+    check_target(target, force=False)  # an empty folder is nothing to lose
+    (target / "thesis.tex").touch()
+    with pytest.raises(AtlasError, match="exists already; use --force"):
+        check_target(target, force=False)
+    with pytest.raises(AtlasError, match="was not written by atlas merge"):
+        check_target(target, force=True)
+    (target / "atlas_recipe.lock.yaml").touch()
+    check_target(target, force=True)
+    with pytest.raises(AtlasError, match="is a file"):
+        check_target(target / "thesis.tex", force=True)
+
+
+# The disk -------------------------------------------------------------------------------------
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(AtlasError, match="of disk, and"):
+        check_space(tmp_path / "out", 1 << 60)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB, where we may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("noticed", ["before", "while writing"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    call, recipe: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+):
+    if noticed == "while writing":  # as if another program had taken the room meanwhile
+        monkeypatch.setattr("atlas_cli.merging.merge.check_space", lambda target, wanted: None)
+    result = call("merge", recipe, "-o", small_disk / "out", *ROOMY)
+    wanted = "of disk, and" if noticed == "before" else os.strerror(errno.ENOSPC)
+    assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err
+    assert wanted in result.err
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_file_that_may_not_grow_is_one_line_and_leaves_nothing(run, recipe: Path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    result = run("merge", recipe, "-o", "out", before=limit)
+    assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err
+    assert os.strerror(errno.EFBIG) in result.err
+    assert not [path for path in recipe.parent.iterdir() if "out" in path.name]

@@ -1,0 +1,71 @@
+"""The zero-shot head is open_clip's, and is computed once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_open_clip
+
+from atlas_cli.models.clip import Clip, open_model
+from atlas_cli.models.zero_shot import compute_head, zero_shot_head
+from atlas_cli.sources.cache import cache_folder
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.torchvision_repair import import_open_clip
+
+CLASSES = [f"thing {number}" for number in range(23)] + ["cat", "{odd}"]
+TEMPLATES = ["a photo of a {}.", "{} seen from above"]
+
+
+@pytest.fixture
+def clip(open_clip_folder: Path) -> Clip:
+    return open_model(locate(parse_reference(str(open_clip_folder))))
+
+
+def silent(message: str) -> None:
+    raise AssertionError(message)
+
+
+def test_the_weights_are_those_of_open_clip_times_the_logit_scale(clip: Clip):
+    classifier = import_open_clip().build_zero_shot_classifier(
+        clip.module, clip.tokenize, CLASSES, TEMPLATES
+    )
+    head = compute_head(clip, CLASSES, TEMPLATES)
+    scale = clip.module.logit_scale.exp()
+    torch.testing.assert_close(head / scale, classifier.T, atol=1e-6, rtol=0)
+
+
+def heads() -> list[Path]:
+    return sorted((cache_folder() / "heads").glob("*"))
+
+
+def test_a_head_is_cached_by_content(clip: Clip, tmp_path: Path):
+    first = zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+    assert len(heads()) == 1
+    assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, silent))
+    assert len(heads()) == 1
+    zero_shot_head(clip, CLASSES, TEMPLATES[:1], silent)
+    zero_shot_head(clip, CLASSES[::-1], TEMPLATES, silent)
+    other = write_open_clip(tmp_path / "other", seed=1)
+    zero_shot_head(open_model(locate(parse_reference(str(other)))), CLASSES, TEMPLATES, silent)
+    assert len(heads()) == 4
+
+
+def test_the_image_tower_does_not_matter_to_a_head(clip: Clip):
+    zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+    with torch.no_grad():
+        clip.module.visual.proj.mul_(2)
+    zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+    assert len(heads()) == 1
+
+
+def test_a_damaged_head_is_computed_again_and_said(clip: Clip):
+    first = zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+    heads()[0].write_bytes(b"damaged")
+    said: list[str] = []
+    assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, said.append))
+    assert len(said) == 1
+    assert "damaged" in said[0]
+    assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, silent))

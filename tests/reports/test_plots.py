@@ -1,0 +1,95 @@
+"""A picture is the same bytes each time, and needs matplotlib only when asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from makers import random_values, write_vector
+from PIL import Image
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def vectors(tmp_path: Path) -> list[Path]:
+    return [write_vector(tmp_path / f"v{n}.safetensors", random_values(n)) for n in range(3)]
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_two_runs_give_the_same_bytes(run, vectors: list[Path], tmp_path: Path, form: str):
+    found = []
+    for name, fonts in (("a", "serif"), ("b", "sans-serif")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "matplotlibrc").write_text(f"font.family: {fonts}\n")  # what a user may have
+        result = run("inspect", *vectors, "--plot", f"{folder}/x.{form}", MPLCONFIGDIR=str(folder))
+        assert (result.code, result.err) == (0, "")
+        found.append((folder / f"x.{form}").read_bytes())
+    assert found[0] == found[1]
+    assert len(found[0]) > 5000
+
+
+def test_the_picture_has_every_kind_layer_and_vector(call, vectors: list[Path], tmp_path: Path):
+    path = tmp_path / "x.svg"
+    assert call("inspect", *vectors, "--plot", path).code == 0
+    text = path.read_text()  # letters are drawn as shapes, and named in comments
+    for word in ("mlp.c_fc.weight", "class_embedding", "layer", "cosine", "v0", "v1", "v2"):
+        assert f"<!-- {word} -->" in text
+    assert "outside the layers" in text
+
+
+def test_one_vector_has_no_cosines(call, vectors: list[Path], tmp_path: Path):
+    several, single = tmp_path / "s.png", tmp_path / "o.png"
+    assert call("inspect", *vectors, "--plot", several).code == 0
+    assert call("inspect", vectors[0], "--plot", single).code == 0
+    with Image.open(single) as one, Image.open(several) as three:
+        assert one.width < three.width
+
+
+def test_one_block_can_be_drawn(call, tmp_path: Path):
+    values = {"visual.class_embedding": random_values()["visual.class_embedding"]}
+    vector = write_vector(tmp_path / "v.safetensors", values)
+    result = call("inspect", vector, vector, "--plot", tmp_path / "x.png")
+    assert (result.code, result.err) == (0, "")
+
+
+def test_nothing_relative_to_the_base_is_no_picture(call, tmp_path: Path):
+    vector = write_vector(tmp_path / "v.safetensors", random_values(), base_norm=0.0)
+    result = call("inspect", vector, "--plot", tmp_path / "x.png")
+    assert (result.code, len(result.error_lines)) == (1, 1)
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_model_is_no_picture(call, tmp_path: Path):
+    result = call("inspect", "builtin:tiny", "--plot", tmp_path / "x.png")
+    assert (result.code, result.out) == (2, "")
+    assert "builtin:tiny is a model" in result.err
+
+
+def test_a_folder_that_cannot_be_written(as_ordinary_user, vectors: list[Path], tmp_path: Path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    result = as_ordinary_user("inspect", vectors[0], "--plot", locked / "x.png")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == f"atlas: error: {locked}/x.png: cannot be written: Permission denied\n"
+
+
+def test_without_matplotlib_one_line_says_what_to_install(vectors: list[Path], tmp_path: Path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from atlas_cli.cli.app import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+
+    def without(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, "inspect", str(vectors[0]), *arguments]
+        return subprocess.run(command, env=os.environ, capture_output=True, text=True)
+
+    refused = without("--plot", str(tmp_path / "x.png"))
+    line = "atlas: error: --plot needs matplotlib; run: pip install 'atlas-cli[plot]'\n"
+    assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", line)
+    assert without().returncode == 0
