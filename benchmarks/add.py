@@ -28,13 +28,13 @@ def measure(kind: str, steps: int) -> dict[str, float]:
 
     from atlas_cli.core.compose import Composition
     from atlas_cli.core.granularity import by_block
-    from atlas_cli.core.optimizers import Descender, Descent
+    from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
     from atlas_cli.core.stacks import stack_blocks
     from atlas_cli.datasets.dataset import open_dataset
     from atlas_cli.datasets.pixels import Pixels, view_of
-    from atlas_cli.learning.batches import Stream, Streams, Training
+    from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig
     from atlas_cli.learning.loop import descend
-    from atlas_cli.models.composed import Tower
+    from atlas_cli.models.composed import ComposedModel
     from atlas_cli.torchvision_repair import import_open_clip
 
     open_clip = import_open_clip()
@@ -50,20 +50,24 @@ def measure(kind: str, steps: int) -> dict[str, float]:
         for name, shape in shapes.items()
     }
     random_block.cache_clear()
-    tower = Tower(module, Composition(base, stacks, by_block(shapes), VECTORS))
+    tower = ComposedModel(module, Composition(base, stacks, by_block(shapes), VECTORS))
     names = TASKS if kind == "add" else TASKS[:1]
     streams = []
     for name in names:
         dataset = open_dataset(f"builtin:{name}", split="val")
         pixels = Pixels(dataset, view_of(preprocess), 2**28)
-        streams.append(Stream(pixels, torch.randn(len(dataset.classes), 512), share=1 / len(names)))
+        streams.append(
+            TaskData(pixels, torch.randn(len(dataset.classes), 512), share=1 / len(names))
+        )
     images = BATCH // len(names)
-    training = Training(epochs=steps + 1, batch_size=BATCH, min_steps=1)
-    problem = Streams(streams, [range(images)] * len(names), training)
-    descender = Descender(torch.zeros(tower.composition.shape), problem.steps, Descent())
+    training = TrainingConfig(epochs=steps + 1, batch_size=BATCH, min_steps=1)
+    problem = LabelledData(streams, [range(images)] * len(names), training)
+    optimizer = CoefficientOptimizer(
+        torch.zeros(tower.composition.shape), problem.steps, OptimizerConfig()
+    )
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making random vectors
     marks = [clocks()]
-    marks += [clocks() for _ in descend(tower, descender, problem)]
+    marks += [clocks() for _ in descend(tower, optimizer, problem)]
     return between(marks) | {"megabytes": (status("VmHWM") - before) / 1e6}
 
 

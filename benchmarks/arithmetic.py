@@ -27,15 +27,15 @@ import torch
 from few_shot import CONTROL, TARGETS, make_vectors, table, vector_file
 
 from atlas_cli.cli.add import Adding
-from atlas_cli.cli.learning import Command, resolve
+from atlas_cli.cli.learning import LearningCommand, resolve
 from atlas_cli.cli.negate import Negating
-from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.options import RunOptions
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.baselines import merged
 from atlas_cli.learning.batches import score
-from atlas_cli.learning.selection import begin, choose, learn, settle
-from atlas_cli.learning.setup import Prepared, prepared
+from atlas_cli.learning.selection import begin, learn, search_tables, select_coefficients
+from atlas_cli.learning.setup import PreparedRun, prepared
 from atlas_cli.recipes.learning import learning_recipe
 from atlas_cli.recipes.merge_parameters import parse_merge
 
@@ -77,7 +77,7 @@ class Row:
 def run(job: Job, work: Path) -> Row:
     """Learn and test."""
     torch.set_num_threads(1)
-    command: Command
+    command: LearningCommand
     keys: dict[str, Any] = {"model": "builtin:tiny", "augment": "none", "seed": job.seed}
     if job.what == "negate":
         command = Negating()
@@ -92,8 +92,8 @@ def run(job: Job, work: Path) -> Row:
         keys |= {"vectors": [str(vector_file(work, task, "fp32")) for task in TARGETS]}
         keys |= LEARNED.get(job.method, {})
     recipe = learning_recipe(command.schema, keys | dict(job.more))
-    inputs = resolve(command, recipe, Wishes(device="cpu", threads=1))
-    with prepared(inputs, command.lesson(), print) as ready:
+    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
+    with prepared(inputs, command.objective_factory(), print) as ready:
         load = {"negate": load_negated, "add": load_added}[job.what](job, ready)
         val = test_on(ready, names, "val", load) if job.what == "negate" else {}
         return Row(asdict(job), test_on(ready, names, "test", load), val)
@@ -102,26 +102,28 @@ def run(job: Job, work: Path) -> Row:
 Load = Callable[[int], None]  # makes the tower ready for the task of a number
 
 
-def load_negated(job: Job, ready: Prepared) -> Load:
+def load_negated(job: Job, ready: PreparedRun) -> Load:
     coefficients = ready.setting.table()
     if job.method == "search":
         tables = ready.setting.scales(-1.0)
-        coefficients = choose(ready.material, ready.plan[0], tables).coefficients
+        coefficients = search_tables(ready.objective, ready.plan[0], tables).coefficients
     elif job.method == "learned":
         coefficients = descended(ready)
     return lambda task: void(ready.setting.tower.load(coefficients))
 
 
-def load_added(job: Job, ready: Prepared) -> Load:
+def load_added(job: Job, ready: PreparedRun) -> Load:
     setting = ready.setting
     if job.method in MERGES:
         tensors = merged(setting, *parse_merge(MERGES[job.method]))
         return lambda task: setting.tower.hold(tensors)
     if job.method == "individual":
-        return lambda task: void(setting.tower.load(ready.material.references[task]))
+        return lambda task: void(setting.tower.load(ready.objective.references[task]))
     coefficients = setting.table()
     if job.method == "task arithmetic, searched":
-        coefficients = choose(ready.material, ready.plan[0], setting.scales(1.0)).coefficients
+        coefficients = search_tables(
+            ready.objective, ready.plan[0], setting.scales(1.0)
+        ).coefficients
     elif job.method in LEARNED:
         coefficients = descended(ready)
     return lambda task: void(setting.tower.load(coefficients))
@@ -131,14 +133,14 @@ def void(found: object) -> None:
     """Nothing."""
 
 
-def descended(ready: Prepared) -> torch.Tensor:
-    moment = begin(ready.material, ready.plan)
-    for found in learn(ready.material, ready.plan, moment):
-        moment = found
-    return settle(ready.material, ready.plan, moment).coefficients
+def descended(ready: PreparedRun) -> torch.Tensor:
+    checkpoint = begin(ready.objective, ready.plan)
+    for found in learn(ready.objective, ready.plan, checkpoint):
+        checkpoint = found
+    return select_coefficients(ready.objective, ready.plan, checkpoint).coefficients
 
 
-def test_on(ready: Prepared, names: list[str], split: str, load: Load) -> dict[str, float]:
+def test_on(ready: PreparedRun, names: list[str], split: str, load: Load) -> dict[str, float]:
     setting = ready.setting
     found = {}
     for number, (name, head) in enumerate(zip(names, setting.heads, strict=True)):

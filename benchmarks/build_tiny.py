@@ -249,8 +249,8 @@ def finetune(folder: Path, task: str, steps: int, rate: float) -> dict[str, torc
     source, opening = locate(parse_reference(recipe.model)), Opening(device="cpu")
     inputs = Inputs("finetune", recipe, source, (), (train,), (val,), opening, THREADS)
     with prepared(inputs, note) as ready:
-        *_, moment = ready.learn(ready.begin())
-        return {**ready.clip.module.state_dict(), **ready.tower.load(moment.kept)}
+        *_, checkpoint = ready.learn(ready.begin())
+        return {**ready.clip.module.state_dict(), **ready.tower.load(checkpoint.kept)}
 
 
 def table(folder: Path, steps: int, rate: float) -> None:

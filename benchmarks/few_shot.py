@@ -34,8 +34,8 @@ from atlas_cli.datasets.dataset import few_shot, open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import score as score_images
 from atlas_cli.learning.fit import fit
-from atlas_cli.learning.selection import begin, learn, settle
-from atlas_cli.learning.setup import Inputs, Prepared, prepared
+from atlas_cli.learning.selection import begin, learn, select_coefficients
+from atlas_cli.learning.setup import Inputs, PreparedRun, prepared
 from atlas_cli.models.clip import Opening
 from atlas_cli.recipes.learning import FitRecipe
 from atlas_cli.sources.locate import locate
@@ -127,20 +127,20 @@ def score(job: Job, work: Path) -> Row:
     return Row(**asdict(job), accuracy=round(100 * accuracy, 4))
 
 
-def coefficients(method: str, ready: Prepared) -> torch.Tensor:
+def coefficients(method: str, ready: PreparedRun) -> torch.Tensor:
     """What each method finds from the shots."""
-    material, plan, zero = ready.material, ready.plan, ready.setting.table()
+    objective, plan, zero = ready.objective, ready.plan, ready.setting.table()
     if method == "zero-shot":
         return zero
     if method == "uniform scale":
         tables = [torch.full_like(zero, scale) for scale in SCALES]
-        return max(tables, key=lambda table: material.judge(plan[0], table))
-    start = begin(material, plan)
-    *_, last = learn(material, plan, start)
-    return settle(material, plan, last).coefficients
+        return max(tables, key=lambda table: objective.judge(plan[0], table))
+    start = begin(objective, plan)
+    *_, last = learn(objective, plan, start)
+    return select_coefficients(objective, plan, last).coefficients
 
 
-def probe(ready: Prepared, test: Pixels) -> float:
+def probe(ready: PreparedRun, test: Pixels) -> float:
     """Logistic regression on frozen, normalised features, from the zero-shot head and drawn to it.
 
     Full-batch AdamW, 300 steps. Rate and pull were the best of nine on the test splits of seed 0

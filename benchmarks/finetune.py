@@ -69,11 +69,11 @@ def ours(
     parts: int = 1,
 ) -> Iterator[object]:
     from atlas_cli.core.losses import cross_entropy, logits_of
-    from atlas_cli.core.optimizers import Descent, WeightDescender
-    from atlas_cli.learning.loop import Steady, descend
-    from atlas_cli.models.trainable import TunedTower, checkpoint_activations, names_of
+    from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
+    from atlas_cli.learning.loop import StatelessData, descend
+    from atlas_cli.models.trainable import TrainableModel, checkpoint_activations, names_of
 
-    class Batch(Steady):
+    class Batch(StatelessData):
         """The same images again and again."""
 
         epoch_steps = steps
@@ -95,9 +95,9 @@ def ours(
     tower.requires_grad_(False)
     if checkpoint:
         checkpoint_activations(tower)
-    engine = TunedTower(tower, names_of(tower, tune))
-    walker = WeightDescender(engine.values, steps, Descent(rate=1e-5))
-    return descend(engine, walker, Batch())
+    engine = TrainableModel(tower, names_of(tower, tune))
+    optimizer = WeightOptimizer(engine.values, steps, OptimizerConfig(rate=1e-5))
+    return descend(engine, optimizer, Batch())
 
 
 def main() -> None:

@@ -127,9 +127,9 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
 
     from atlas_cli.core.compose import Composition
     from atlas_cli.core.granularity import by_block
-    from atlas_cli.core.optimizers import Descender, Descent
+    from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
     from atlas_cli.core.stacks import stack_blocks
-    from atlas_cli.models.composed import Crew, Tower
+    from atlas_cli.models.composed import ComposedModel, ThreadPool
 
     tower.requires_grad_(False)
     base = {name: tensor.detach() for name, tensor in tower.named_parameters()}
@@ -140,16 +140,16 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     }
     random_block.cache_clear()
     composition = Composition(base, stacks, by_block(shapes), count)
-    crew = Crew(torch.get_num_threads())
-    engine = Tower(tower, composition, crew=crew)
-    descender = Descender(torch.zeros(composition.shape), 1000, Descent())
+    thread_pool = ThreadPool(torch.get_num_threads())
+    engine = ComposedModel(tower, composition, thread_pool=thread_pool)
+    optimizer = CoefficientOptimizer(torch.zeros(composition.shape), 1000, OptimizerConfig())
 
     def step() -> None:
-        engine.load(descender.coefficients)
+        engine.load(optimizer.coefficients)
         engine.backward(images, loss_of)
-        descender.step(engine.gradient())
+        optimizer.step(engine.gradient())
 
-    return step, lambda: composition_cost(engine, stacks, crew)
+    return step, lambda: composition_cost(engine, stacks, thread_pool)
 
 
 @cache
@@ -157,18 +157,18 @@ def random_block(shape: tuple[int, ...], kind: str) -> Any:
     """One block for all vectors, which are copies of it: only its size matters here."""
     import torch
 
-    from atlas_cli.core.storage import Dense, Factors, Part, quantise
+    from atlas_cli.core.storage import BlockPart, Dense, Factors, quantise
 
     if kind == "rank 16" and len(shape) == 2:
         up, down = 0.01 * torch.randn(shape[0], 16), torch.randn(16, shape[1])
-        return Factors(shape, (Part(0, up, down),))
+        return Factors(shape, (BlockPart(0, up, down),))
     values = 0.01 * torch.randn(shape)
     if kind == "int8":
         return quantise(values)
     return Dense(values.bfloat16() if kind == "bf16" else values)
 
 
-def composition_cost(engine: Any, stacks: Any, crew: Any) -> dict[str, float]:
+def composition_cost(engine: Any, stacks: Any, thread_pool: Any) -> dict[str, float]:
     """Composing, and its gradient, against reading what they read once: the vectors and the
     base, or the vectors and the gradient.
     """
@@ -190,7 +190,7 @@ def composition_cost(engine: Any, stacks: Any, crew: Any) -> dict[str, float]:
     work = {
         "read": lambda: [word.sum() for word in words],
         "forward": lambda: engine.load(table),
-        "backward": lambda: coefficient_gradient(engine.composition, gradients, crew.spread),
+        "backward": lambda: coefficient_gradient(engine.composition, gradients, thread_pool.spread),
     }
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(6):

@@ -25,9 +25,9 @@ import torch
 from shifts import CONDITIONS, labels_of, write_task
 
 from atlas_cli.cli.learning import plan_recipe, resolve
-from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.options import RunOptions
 from atlas_cli.cli.tta import Adapting
-from atlas_cli.learning.selection import begin, learn, settle
+from atlas_cli.learning.selection import begin, learn, select_coefficients
 from atlas_cli.learning.setup import prepared
 
 TARGETS = few_shot.TARGETS
@@ -79,25 +79,25 @@ def score(job: Job, work: Path) -> Row:
         flags["vectors"] = [f"builtin:{task}" for task in others]
     command = Adapting()
     recipe = plan_recipe(command, [str(folder)], flags)
-    inputs = resolve(command, recipe, Wishes(device="cpu", threads=1))
+    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
     labels = torch.tensor(labels_of(job.task, SPLIT, job.images))
     order = [int(Path(sample.key).stem) for sample in inputs.datasets[0].samples]
-    with prepared(inputs, command.lesson(), print) as ready:
-        material = ready.material
+    with prepared(inputs, command.objective_factory(), print) as ready:
+        objective = ready.objective
 
         def accuracy(coefficients: torch.Tensor) -> float:
-            hits = material.predictions(coefficients).argmax(dim=1) == labels[order]
+            hits = objective.predictions(coefficients).argmax(dim=1) == labels[order]
             return round(100 * hits.float().mean().item(), 4)
 
-        start = begin(material, ready.plan)
-        *_, before_last, last = learn(material, ready.plan, start)
-        verdict = settle(material, ready.plan, last)
+        start = begin(objective, ready.plan)
+        *_, before_last, last = learn(objective, ready.plan, start)
+        selection = select_coefficients(objective, ready.plan, last)
         return Row(
             **asdict(job),
-            zero_shot=accuracy(material.start),
-            adapted=accuracy(verdict.coefficients),
+            zero_shot=accuracy(objective.start),
+            adapted=accuracy(selection.coefficients),
             last=accuracy(before_last.state["coefficients"]),
-            decision=material.decision(verdict),
+            decision=objective.decision(selection),
         )
 
 

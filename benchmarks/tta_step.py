@@ -19,25 +19,25 @@ from typing import Any
 import torch
 
 from atlas_cli.cli.fit import Fitting
-from atlas_cli.cli.learning import Command, plan_recipe, resolve
-from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.learning import LearningCommand, plan_recipe, resolve
+from atlas_cli.cli.options import RunOptions
 from atlas_cli.cli.tta import Adapting
-from atlas_cli.learning.selection import Moment, begin, learn
+from atlas_cli.learning.selection import Checkpoint, begin, learn
 from atlas_cli.learning.setup import prepared
 
 OBJECTIVES = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
 
 
 @contextmanager
-def steps_of(command: Command, flags: dict[str, Any]) -> Iterator[Iterator[Moment]]:
+def steps_of(command: LearningCommand, flags: dict[str, Any]) -> Iterator[Iterator[Checkpoint]]:
     """The steps of a command, one at a time."""
     recipe = plan_recipe(command, ["builtin:terrain"], flags)
-    inputs = resolve(command, recipe, Wishes(device="cpu", threads=1))
-    with prepared(inputs, command.lesson(), print) as ready:
-        yield learn(ready.material, ready.plan, begin(ready.material, ready.plan))
+    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
+    with prepared(inputs, command.objective_factory(), print) as ready:
+        yield learn(ready.objective, ready.plan, begin(ready.objective, ready.plan))
 
 
-def clocked(steps: Iterator[Moment]) -> float:
+def clocked(steps: Iterator[Checkpoint]) -> float:
     """Seconds of CPU that one step takes."""
     start = time.process_time()
     next(steps)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.storage import (
     Block,
+    BlockPart,
     Dense,
     Factors,
-    Part,
     Quantised,
     decode,
     factorise,
@@ -53,7 +53,7 @@ def lora(seed: int, shape: tuple[int, int] = (24, 8), rank: int = 2) -> Factors:
     random = torch.Generator().manual_seed(seed)
     rows = shape[0] // 3
     parts = [
-        Part(
+        BlockPart(
             third * rows,
             torch.randn(rows, rank, generator=random),
             torch.randn(rank, shape[1], generator=random),

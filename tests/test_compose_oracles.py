@@ -18,14 +18,14 @@ from test_lora import adapt, clip, small_config
 from atlas_cli.core.compose import Composition, compose
 from atlas_cli.core.granularity import by_block
 from atlas_cli.core.losses import entropy, logits_of
-from atlas_cli.core.optimizers import Descender
+from atlas_cli.core.optimizers import CoefficientOptimizer
 from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
-from atlas_cli.learning.loop import Steady, descend
+from atlas_cli.learning.loop import StatelessData, descend
 from atlas_cli.learning.setup import training_of
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import Blueprint, build, fill, read_tensors
-from atlas_cli.models.composed import Tower
+from atlas_cli.models.composed import ComposedModel
 from atlas_cli.recipes.learning import AddRecipe, learning_recipe, parse_clamp
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
@@ -128,7 +128,7 @@ def test_features_loss_and_gradient_are_those_of_fusion_bench(both, base: Pooled
     features = theirs(IMAGES)
     loss = loss_of(features)
     loss.backward()
-    tower = Tower(base, ours)
+    tower = ComposedModel(base, ours)
     tower.load(coefficients)
     assert relative(tower.features(IMAGES), features.detach()) < 1e-6
     assert tower.backward(IMAGES, loss_of).item() == pytest.approx(loss.item(), rel=1e-6)
@@ -142,7 +142,7 @@ def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(b
     """One set of plain gradient steps with each: errors would add up."""
     theirs, ours, coefficients = both
     table = coefficients.clone()
-    tower = Tower(base, ours)
+    tower = ComposedModel(base, ours)
     theirs.merge_weight.data.copy_(coefficients)
     for _ in range(10):
         tower.load(table)
@@ -158,7 +158,7 @@ def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(b
 
 
 @dataclasses.dataclass
-class Fixed(Steady):
+class Fixed(StatelessData):
     """Two tasks whose images are the same in every step."""
 
     images: tuple[torch.Tensor, ...]
@@ -194,8 +194,8 @@ def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: P
     keys = {"model": "m", "vectors": ["v"], "data": ["a"], "objective": "entropy", "lr": rate}
     recipe = learning_recipe(AddRecipe, keys)
     descent = training_of(recipe, parse_clamp(recipe.clamp)).descent
-    descender = Descender(torch.full(ours.shape, recipe.init), tasks.steps, descent)
-    for _ in descend(Tower(base, ours), descender, tasks):
+    descender = CoefficientOptimizer(torch.full(ours.shape, recipe.init), tasks.steps, descent)
+    for _ in descend(ComposedModel(base, ours), descender, tasks):
         pass
 
     theirs.clamp_weights = True
@@ -240,13 +240,13 @@ def image_tower(folder: Path) -> torch.nn.Module:
     return module.visual.eval().requires_grad_(False)
 
 
-def tower_of(folder: Path, *vectors: Path) -> Tower:
+def tower_of(folder: Path, *vectors: Path) -> ComposedModel:
     module = image_tower(folder)
     base = {f"visual.{name}": tensor for name, tensor in module.named_parameters()}
     tensors = read_tensors(locate(parse_reference(str(folder))))
     pool = open_pool([str(path) for path in vectors], tensors, list(base))
     composition = compose_pool(pool, base, by_block(pool.shapes), torch.device("cpu"))
-    return Tower(module, composition, prefix="visual.")
+    return ComposedModel(module, composition, prefix="visual.")
 
 
 def projected(model: torch.nn.Module) -> torch.Tensor:

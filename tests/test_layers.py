@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "sources": ({"io", "recipes", "torchvision_repair"}, {"huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy"}),
-    "merge_methods": ({"core", "native"}, {"torch"}),
+    "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
     "datasets": ({"core", "io", "sources"}, {"torch", "numpy", "PIL"}),
     "models": (
         {"core", "datasets", "io", "merging", "parallel", "sources", "torchvision_repair"},

@@ -53,6 +53,6 @@ def merge(
     method = METHODS[name]
     values = resolve(method, len(models), parameters or {}, seed)
     step = 1 << 30 if method.whole else rows
-    found = method.survey(lambda: cut(base, models, step), values)
+    found = method.statistics(lambda: cut(base, models, step), values)
     parts = [method.apply(tile, values, found) for tile in cut(base, models, step)]
     return torch.cat(parts) if models[0].ndim else parts[0]

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli.console import percent
-from atlas_cli.cli.learning import Command, Result, facts_of, open_tasks, source_of
-from atlas_cli.cli.options import Wishes, given_flags, learning_command
+from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, open_tasks, source_of
+from atlas_cli.cli.options import RunOptions, given_flags, learning_command
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.learning import AddRecipe, parse_individual
 from atlas_cli.recipes.merge_parameters import parse_merge
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.selection import Verdict
-    from atlas_cli.learning.setup import Inputs, Lesson, Prepared
+    from atlas_cli.learning.selection import Selection
+    from atlas_cli.learning.setup import Inputs, ObjectiveFactory, PreparedRun
 
 
 @dataclass(frozen=True)
-class Adding(Command):
+class Adding(LearningCommand):
     """Combine tasks. `compare` names merges to show beside it."""
 
     compare: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Adding(Command):
                 raise UsageError(f"--individual {text}: there is no task {name}")
         return found
 
-    def lesson(self) -> Lesson:
+    def objective_factory(self) -> ObjectiveFactory:
         """The sum of the tasks' losses."""
         from atlas_cli.learning.add import add
 
@@ -70,19 +70,19 @@ class Adding(Command):
             paths = trim(inputs.vectors, inputs.recipe.ties, target)
             yield dataclasses.replace(inputs, vectors=tuple(paths))
 
-    def check(self, ready: Prepared) -> None:
+    def check(self, ready: PreparedRun) -> None:
         """For the disentanglement, every task needs a vector of its own."""
         if self.disentanglement:
             _own_vectors(ready)
 
-    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
         """Every task: zero-shot, the best uniform scale, learned, merges, and its own model."""
         from atlas_cli.learning.baselines import contest, individual
 
         recipe = ready.inputs.recipe
         names = [dataset.name for dataset in ready.inputs.datasets]
         others = ((), ()) if brief else (self.scales(ready), self.compare)
-        scores = contest(ready, verdict.coefficients, *others)
+        scores = contest(ready, selection.coefficients, *others)
         own = individual(ready)
         rows = [_row(method, names, found, own) for method, found in scores.items()]
         rows.append(_row("individual", names, own, own))
@@ -98,12 +98,12 @@ class Adding(Command):
             "normalised": {key: _relative(found, own) for key, found in scores.items()},
         }
         notes = []
-        if not verdict.improved:
+        if not selection.improved:
             notes.append("nothing beat zero-shot: all coefficients are 0")
         if self.disentanglement and not brief:
-            facts["disentanglement"], note = _pairs(ready, verdict)
+            facts["disentanglement"], note = _pairs(ready, selection)
             notes.append(note)
-        return Result(comment, tuple(notes), {**facts, **facts_of(ready, verdict)}, rows)
+        return RunResult(comment, tuple(notes), {**facts, **facts_of(ready, selection)}, rows)
 
 
 def _relative(found: Sequence[float], own: Sequence[float | None]) -> float | None:
@@ -124,10 +124,12 @@ def _row(
     return row
 
 
-def _pairs(ready: Prepared, verdict: Verdict) -> tuple[Mapping[str, Mapping[str, float]], str]:
+def _pairs(
+    ready: PreparedRun, selection: Selection
+) -> tuple[Mapping[str, Mapping[str, float]], str]:
     from atlas_cli.learning.add import disentanglement
 
-    found = disentanglement(ready.setting, verdict.coefficients, _own_vectors(ready))
+    found = disentanglement(ready.setting, selection.coefficients, _own_vectors(ready))
     names = [dataset.name for dataset in ready.inputs.datasets]
     table = {
         name: dict(zip(names, row, strict=True)) for name, row in zip(names, found, strict=True)
@@ -137,7 +139,7 @@ def _pairs(ready: Prepared, verdict: Verdict) -> tuple[Mapping[str, Mapping[str,
     return table, f"disentanglement error, mean over pairs of tasks: {percent(mean)} %"
 
 
-def _own_vectors(ready: Prepared) -> list[int]:
+def _own_vectors(ready: PreparedRun) -> list[int]:
     """The number of each task's own vector. Raises UsageError if one has none."""
     from atlas_cli.learning.setup import own_vector
 
@@ -190,7 +192,7 @@ def add(
     disentanglement: Pairs = False,
     *,
     flags: dict[str, Any],
-    wishes: Wishes,
+    options: RunOptions,
 ) -> None:
     """Learn one set of coefficients for all tasks, and print the learned recipe.
 
@@ -202,5 +204,5 @@ def add(
 
     own: dict[str, Any] = {"objective": objective, "init": init, "clamp": clamp}
     own |= {"ties": ties, "individual": individual}
-    lesson = Adding(tuple(compare or ()), disentanglement=disentanglement)
-    run(lesson, data, {**flags, **given_flags(own)}, wishes)
+    objective_factory = Adding(tuple(compare or ()), disentanglement=disentanglement)
+    run(objective_factory, data, {**flags, **given_flags(own)}, options)

@@ -21,8 +21,8 @@ from atlas_cli.cli.demo_story import (
     PLACE,
     TALES,
     Chapter,
-    Line,
-    Row,
+    StoryLine,
+    TableRow,
     chapters,
     drawing,
     identity,
@@ -97,7 +97,7 @@ class Story:
     def tell(self, chapters: Sequence[Chapter]) -> None:
         """Run the lines that are not done, in order, each as soon as what it needs is there."""
         waiting = [(chapter, line) for chapter in chapters for line in chapter.lines]
-        running: dict[Line, Running] = {}
+        running: dict[StoryLine, Running] = {}
         title = ""
         try:
             while waiting or running:
@@ -116,14 +116,14 @@ class Story:
             for one in running.values():
                 one.kill()
 
-    def _begin(self, line: Line) -> Running:
+    def _begin(self, line: StoryLine) -> Running:
         again = bool(line.made) and (self.place / line.made).exists()
         resumed = ("--resume" if line.arguments[0] in _RUNS else "--force",) if again else ()
         printed = self.place / _printed(line) if line.kept else None
         said = self.place / f".{line.name}.said"
         return begin([*line.arguments, *resumed], self.place, said, printed)
 
-    def _finish(self, running: dict[Line, Running]) -> None:
+    def _finish(self, running: dict[StoryLine, Running]) -> None:
         """Wait for one of the lines that run, and let it say what it has to say."""
         first = first_to_end(running.values())
         line = next(line for line, one in running.items() if one is first)
@@ -144,8 +144,8 @@ class Story:
 
 
 def _first_ready(
-    waiting: Sequence[tuple[Chapter, Line]], running: Mapping[Line, Running]
-) -> tuple[Chapter, Line] | None:
+    waiting: Sequence[tuple[Chapter, StoryLine]], running: Mapping[StoryLine, Running]
+) -> tuple[Chapter, StoryLine] | None:
     """The first line of the chapter that needs nothing of those that are still to end."""
     unfinished = [*running, *(line for _, line in waiting)]
     for chapter, line in waiting:
@@ -154,13 +154,13 @@ def _first_ready(
     return None
 
 
-def _in_its_name(line: Line, said: str) -> str:
+def _in_its_name(line: StoryLine, said: str) -> str:
     """What a line said, with its name for that of atlas, since two talk at a time."""
     its = f"{line.name}: "
     return re.sub(f"^atlas: ({re.escape(its)})?", its, said.rstrip(), flags=re.MULTILINE)
 
 
-def _printed(line: Line) -> str:
+def _printed(line: StoryLine) -> str:
     return f".{line.kept}.part"
 
 
@@ -177,7 +177,7 @@ def _draw(story: Story, kept: bool) -> str | None:
     return str(story.place / path)
 
 
-def _show(rows: Sequence[Row], took: float, as_json: bool) -> None:
+def _show(rows: Sequence[TableRow], took: float, as_json: bool) -> None:
     caption = f"Top-1 in percent on test images. {took:.0f} s in all."
     if as_json:
         found = [dataclasses.asdict(row) for row in rows]

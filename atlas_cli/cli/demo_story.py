@@ -16,7 +16,7 @@ _QUICK = ("--epochs", "5", "--augment", "none")
 
 
 @dataclass(frozen=True)
-class Line:
+class StoryLine:
     """One command line. What it writes is `made`; `kept` names a file for what it prints."""
 
     arguments: tuple[str, ...]
@@ -28,7 +28,7 @@ class Line:
         """What it is called where it speaks: the name of what it makes."""
         return (self.made or self.kept).partition(".")[0]
 
-    def needs(self, other: Line) -> bool:
+    def needs(self, other: StoryLine) -> bool:
         """Whether it reads what another one makes."""
         read = {argument.partition("/")[0] for argument in self.arguments} - {self.made}
         return bool(other.made) and other.made in read
@@ -43,7 +43,7 @@ class Chapter:
     """Some lines under a title."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[StoryLine, ...]
 
 
 @dataclass(frozen=True)
@@ -130,35 +130,35 @@ def chapters() -> tuple[Chapter, ...]:
     )
 
 
-def _line(text: str, run: str) -> Line:
-    return Line((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+def _line(text: str, run: str) -> StoryLine:
+    return StoryLine((*text.split(), "--model", "builtin:tiny", "-o", run), run)
 
 
-def _tuning() -> Line:
+def _tuning() -> StoryLine:
     return _line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED)
 
 
-def _extraction() -> Line:
+def _extraction() -> StoryLine:
     file = f"{_TUNED}.safetensors"
     names = (f"{_TUNED}/model", "--name", _TUNED)
-    return Line(("extract", "builtin:tiny", *names, "-o", file), file)
+    return StoryLine(("extract", "builtin:tiny", *names, "-o", file), file)
 
 
-def _learning(tale: Tale) -> Iterator[Line]:
+def _learning(tale: Tale) -> Iterator[StoryLine]:
     uniform, learned = tale.runs
     text = " ".join(tale.learn)
     yield _line(text, learned)
     yield _line(f"{text} --method search", uniform)
 
 
-def _merging(tale: Tale) -> Iterator[Line]:
+def _merging(tale: Tale) -> Iterator[StoryLine]:
     for run in tale.runs:
-        yield Line(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
+        yield StoryLine(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
 
 
-def _evaluation(tale: Tale) -> Line:
+def _evaluation(tale: Tale) -> StoryLine:
     models = ("builtin:tiny", *map(_model, tale.runs))
-    return Line(("eval", *models, "--data", *tale.tested, "--json"), kept=scores_file(tale))
+    return StoryLine(("eval", *models, "--data", *tale.tested, "--json"), kept=scores_file(tale))
 
 
 def _model(run: str) -> str:
@@ -172,7 +172,7 @@ def scores_file(tale: Tale) -> str:
 
 def drawing(path: str) -> Chapter:
     """The command that draws the coefficients of the first tale."""
-    line = Line(("inspect", TALES[0].name, "--plot", path), path)
+    line = StoryLine(("inspect", TALES[0].name, "--plot", path), path)
     return Chapter("Draw the coefficients that recognise house numbers", (line,))
 
 
@@ -186,7 +186,7 @@ def identity() -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row of the last table: accuracy on test images, in percent."""
 
     what: str
@@ -196,19 +196,19 @@ class Row:
     learned: float
 
 
-def table(scores: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def table(scores: Mapping[str, Mapping[str, Any]]) -> list[TableRow]:
     """The rows of all tales, by the JSON that `atlas eval` printed for each."""
     return [row for tale in TALES for row in _rows(tale, scores[tale.name]["results"])]
 
 
-def _rows(tale: Tale, results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+def _rows(tale: Tale, results: Sequence[Mapping[str, Any]]) -> Iterator[TableRow]:
     found = {(one["model"], one["data"]): 100 * one["top1"] for one in results}
     models = ("builtin:tiny", *map(_model, tale.runs))
     rows = [[found[model, data] for model in models] for data in tale.tested]
     if tale.name == "forget":
         for task, what, row in zip(tale.tested, ("to forget", "to keep"), rows, strict=True):
-            yield Row(f"{tale.title}: {what}", task, *(round(value, 2) for value in row))
+            yield TableRow(f"{tale.title}: {what}", task, *(round(value, 2) for value in row))
         return
     means = [round(sum(column) / len(column), 2) for column in zip(*rows, strict=True)]
     names = ", ".join(tale.tested) if len(rows) == 1 else f"mean of {len(rows)} tasks"
-    yield Row(tale.title, names, *means)
+    yield TableRow(tale.title, names, *means)

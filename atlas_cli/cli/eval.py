@@ -40,7 +40,7 @@ from atlas_cli.io.files import write_text
 from atlas_cli.recipes.reading import EvalRecipe, read_recipe
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.evaluate import Evaluation, Score
+    from atlas_cli.learning.evaluate import Evaluation, ModelScore
 
 
 COLUMNS = (
@@ -100,7 +100,7 @@ def show(results: Sequence[Evaluation], plan: EvalRecipe, device: str, as_json: 
         console.emit_rows(COLUMNS, [_row(score) for score in scores])
 
 
-def _row(score: Score) -> list[str]:
+def _row(score: ModelScore) -> list[str]:
     percent = console.percent
     return [
         *(score.model, score.data, score.split, str(score.images), str(score.skipped)),
@@ -110,7 +110,7 @@ def _row(score: Score) -> list[str]:
     ]
 
 
-def _cells(score: Score) -> dict[str, str]:
+def _cells(score: ModelScore) -> dict[str, str]:
     """The same row for a terminal, where room is short."""
     percent = console.percent
     return {
@@ -127,7 +127,7 @@ def _cells(score: Score) -> dict[str, str]:
     }
 
 
-def _caption(scores: Sequence[Score]) -> str:
+def _caption(scores: Sequence[ModelScore]) -> str:
     """The splits, and the mean top-1 of each model if there are datasets to average over."""
     models = dict.fromkeys(score.model for score in scores)
     means = {

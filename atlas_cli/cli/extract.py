@@ -15,7 +15,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
-from atlas_cli.cli.targets import Target, check_inputs, check_targets, choose_targets
+from atlas_cli.cli.targets import VectorTarget, check_inputs, check_targets, choose_targets
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, parse_reference
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class ExtractRequest:
     """What the user asked for: which models, and the form of their vectors."""
 
     base: str
@@ -42,7 +42,7 @@ class Request:
 
 
 def run(
-    request: Request,
+    request: ExtractRequest,
     allow: Sequence[str],
     arch: str | None,
     *,
@@ -90,7 +90,7 @@ def run(
         console.emit({"atlas": __version__, "vectors": results}, as_json=True)
 
 
-def _check_form(request: Request) -> None:
+def _check_form(request: ExtractRequest) -> None:
     rank, energy, scale = request.rank, request.energy, request.scale
     if rank is not None and energy is not None:
         raise UsageError("--rank and --energy both set the rank; give one of them")
@@ -111,7 +111,7 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _run(
-    targets: Sequence[Target], base: Base, sources: Sequence[Source], options: Options
+    targets: Sequence[VectorTarget], base: Base, sources: Sequence[Source], options: Options
 ) -> Iterator[Extracted]:
     """Write every vector; to stdout by way of a temporary file, for its header comes first."""
     from atlas_cli.vectors.extract import extract as write
@@ -215,7 +215,9 @@ def extract(
     """
 
     run(
-        Request(base, finetuned, path, scope, dtype, rank, energy, scale, ignore or [], name),
+        ExtractRequest(
+            base, finetuned, path, scope, dtype, rank, energy, scale, ignore or [], name
+        ),
         allow_global or [],
         arch,
         force=force,

@@ -24,8 +24,8 @@ from atlas_cli.cli.learning import (
     stoppable,
     walk,
 )
-from atlas_cli.cli.options import Wishes, given_flags, learning_command
-from atlas_cli.cli.targets import Target, check_targets
+from atlas_cli.cli.options import RunOptions, given_flags, learning_command
+from atlas_cli.cli.targets import VectorTarget, check_targets
 from atlas_cli.datasets.dataset import Dataset, expand_references, has_split, task_name
 from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.recipes.finetune import FinetuneRecipe, finetune_recipe
@@ -33,12 +33,12 @@ from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.finetune import Finetuning, Moment
+    from atlas_cli.learning.finetune import FinetuneCheckpoint, FinetuneTrainer
     from atlas_cli.learning.setup import Inputs
 
 
 @dataclass(frozen=True)
-class Wanted:
+class VectorOutput:
     """Where task vectors are to go: a file for one, or a folder for all."""
 
     vector: Path | None = None
@@ -46,14 +46,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Task:
+class FinetuneTask:
     """A task to train on, the images that judge it, and where its results go."""
 
     name: str
     dataset: Dataset
     judges: tuple[Dataset, ...]
     folder: Path | None
-    target: Target
+    target: VectorTarget
 
 
 @dataclass(frozen=True)
@@ -74,36 +74,38 @@ class Finetuned:
         return "\n".join(path for path in (self.model, self.adapter, self.vector) if path)
 
 
-def run(data: Sequence[str], flags: Mapping[str, Any], wanted: Wanted, wishes: Wishes) -> None:
+def run(
+    data: Sequence[str], flags: Mapping[str, Any], wanted: VectorOutput, options: RunOptions
+) -> None:
     """Check everything, then train on every task and tell of it."""
     recipe = finetune_recipe(*given_keys(FinetuneRecipe, data, flags, many=True))
-    if wishes.resume and wishes.folder is None:
+    if options.resume and options.folder is None:
         raise UsageError("--resume goes on with the run in -o DIR; name it")
-    if not (wishes.folder or wanted.vector or wanted.folder):
+    if not (options.folder or wanted.vector or wanted.folder):
         raise UsageError("nothing would be kept; give -o DIR, --vector FILE or --vectors-dir DIR")
     check_model(recipe)
-    tasks = list(_tasks(recipe, wanted, wishes))
+    tasks = list(_tasks(recipe, wanted, options))
     _check_names(tasks)
-    check_targets([task.target for task in tasks], force=wishes.force or wishes.resume)
-    source, opening = find_model(recipe, wishes)
+    check_targets([task.target for task in tasks], force=options.force or options.resume)
+    source, opening = find_model(recipe, options)
 
     from atlas_cli.learning.setup import Inputs  # torch is slow: only with good inputs
 
     results = []
-    with _folder_of_all(tasks, wishes):
+    with _folder_of_all(tasks, options):
         for task in tasks:
             own = dataclasses.replace(recipe, data=[task.dataset.name])
             datasets = (task.dataset,)
-            threads = cores(wishes)
+            threads = cores(options)
             inputs = Inputs("finetune", own, source, (), datasets, task.judges, opening, threads)
-            found, stopped = _finetune(task, inputs, wishes)
+            found, stopped = _finetune(task, inputs, options)
             if found:
                 results.append(dataclasses.asdict(found))
-                if not wishes.as_json:
+                if not options.as_json:
                     console.emit(found)
             if stopped:
                 break
-    if wishes.as_json and results:
+    if options.as_json and results:
         console.emit({"atlas": __version__, "runs": results}, as_json=True)
     if stopped:
         raise typer.Exit(130)
@@ -112,7 +114,9 @@ def run(data: Sequence[str], flags: Mapping[str, Any], wanted: Wanted, wishes: W
 # Before anything is trained -------------------------------------------------------------------
 
 
-def _tasks(recipe: FinetuneRecipe, wanted: Wanted, wishes: Wishes) -> Iterator[Task]:
+def _tasks(
+    recipe: FinetuneRecipe, wanted: VectorOutput, options: RunOptions
+) -> Iterator[FinetuneTask]:
     """The tasks with their images."""
     names = expand_references(recipe.data)
     if len(names) > 1 and wanted.vector:
@@ -124,10 +128,10 @@ def _tasks(recipe: FinetuneRecipe, wanted: Wanted, wishes: Wishes) -> Iterator[T
     for name in names:
         dataset = open_labelled(recipe, name)
         called = task_name(dataset)
-        folder = wishes.folder / called if wishes.folder and len(names) > 1 else wishes.folder
+        folder = options.folder / called if options.folder and len(names) > 1 else options.folder
         path = wanted.folder / f"{called}.safetensors" if wanted.folder else wanted.vector
-        target = Target(path.stem if path else called, path)
-        yield Task(called, dataset, _judges(recipe, dataset), folder, target)
+        target = VectorTarget(path.stem if path else called, path)
+        yield FinetuneTask(called, dataset, _judges(recipe, dataset), folder, target)
 
 
 def _judges(recipe: FinetuneRecipe, dataset: Dataset) -> tuple[Dataset, ...]:
@@ -140,7 +144,7 @@ def _judges(recipe: FinetuneRecipe, dataset: Dataset) -> tuple[Dataset, ...]:
     return (judge,)
 
 
-def _check_names(tasks: Sequence[Task]) -> None:
+def _check_names(tasks: Sequence[FinetuneTask]) -> None:
     names = [task.name for task in tasks]
     for name in names:
         if names.count(name) > 1:
@@ -148,22 +152,22 @@ def _check_names(tasks: Sequence[Task]) -> None:
 
 
 @contextmanager
-def _folder_of_all(tasks: Sequence[Task], wishes: Wishes) -> Iterator[None]:
+def _folder_of_all(tasks: Sequence[FinetuneTask], options: RunOptions) -> Iterator[None]:
     """With the folder that holds one run for each of several tasks, which goes if it stays empty.
 
     Raises if a run may not use its folder.
     """
     from atlas_cli.learning.run_folder import check_folder
 
-    several = wishes.folder if len(tasks) > 1 else None
+    several = options.folder if len(tasks) > 1 else None
     made = several is not None and not several.exists()
     if several and made:
-        check_folder(several, resume=wishes.resume, force=wishes.force)
+        check_folder(several, resume=options.resume, force=options.force)
         several.mkdir()
     try:
         for task in tasks:
             if task.folder:
-                check_folder(task.folder, resume=wishes.resume, force=wishes.force)
+                check_folder(task.folder, resume=options.resume, force=options.force)
         yield
     finally:
         if several and made and not any(several.iterdir()):
@@ -173,32 +177,34 @@ def _folder_of_all(tasks: Sequence[Task], wishes: Wishes) -> Iterator[None]:
 # Training -------------------------------------------------------------------------------------
 
 
-def _finetune(task: Task, inputs: Inputs, wishes: Wishes) -> tuple[Finetuned | None, bool]:
+def _finetune(
+    task: FinetuneTask, inputs: Inputs, options: RunOptions
+) -> tuple[Finetuned | None, bool]:
     """Train on one task, and write what is wanted unless someone stops it before the end."""
     from atlas_cli.learning.finetune import prepared
     from atlas_cli.learning.run_folder import open_run
 
     with prepared(inputs, console.warn) as ready:
         folder = None
-        if not wishes.quiet:
+        if not options.quiet:
             console.note(_plan(task, ready))
         if task.folder:
-            folder = open_run(task.folder, ready.config(), resume=wishes.resume)
+            folder = open_run(task.folder, ready.config(), resume=options.resume)
         try:
             with stoppable() as stop:
-                heard = (lambda moment: None) if wishes.quiet else _telling(task, ready)
-                moment = walk(ready, folder, wishes, stop, heard=heard)
-            if not moment.over:
-                _tell_stop(task, moment)
+                heard = (lambda checkpoint: None) if options.quiet else _telling(task, ready)
+                checkpoint = walk(ready, folder, options, stop, heard=heard)
+            if not checkpoint.over:
+                _tell_stop(task, checkpoint)
                 return None, True
-            return _write(task, ready, moment), bool(stop)
+            return _write(task, ready, checkpoint), bool(stop)
         except AtlasError:
             if folder:
                 folder.abandon()
             raise
 
 
-def _write(task: Task, ready: Finetuning, moment: Moment) -> Finetuned:
+def _write(task: FinetuneTask, ready: FinetuneTrainer, checkpoint: FinetuneCheckpoint) -> Finetuned:
     """Write the model, the adapter and the vector, and say how well it does."""
     from atlas_cli.learning.run_folder import ADAPTER, MODEL
 
@@ -206,10 +212,10 @@ def _write(task: Task, ready: Finetuning, moment: Moment) -> Finetuned:
     with tempfile.TemporaryDirectory(prefix="atlas-") as temporary:
         home = task.folder or Path(temporary)
         model, adapter = home / MODEL, home / ADAPTER
-        ready.write(moment, model, adapter)
+        ready.write(checkpoint, model, adapter)
         if task.target.path:
             _extract(task, ready, adapter if recipe.lora else model)
-    zero_shot, accuracy = _result(task, ready, moment)
+    zero_shot, accuracy = _result(task, ready, checkpoint)
     return Finetuned(
         data=task.dataset.name,
         model=str(model) if task.folder else None,
@@ -217,13 +223,13 @@ def _write(task: Task, ready: Finetuning, moment: Moment) -> Finetuned:
         vector=str(task.target.path) if task.target.path else None,
         zero_shot=zero_shot,
         accuracy=accuracy,
-        accuracies=list(moment.accuracies),
+        accuracies=list(checkpoint.accuracies),
         steps=ready.steps,
         config=ready.config(),
     )
 
 
-def _extract(task: Task, ready: Finetuning, tuned: Path) -> None:
+def _extract(task: FinetuneTask, ready: FinetuneTrainer, tuned: Path) -> None:
     """Write the task vector as `atlas extract` does."""
     from atlas_cli.vectors.bases import open_base
     from atlas_cli.vectors.extract import Options, extract_to
@@ -242,7 +248,7 @@ def _extract(task: Task, ready: Finetuning, tuned: Path) -> None:
 # Talk -----------------------------------------------------------------------------------------
 
 
-def _plan(task: Task, ready: Finetuning) -> str:
+def _plan(task: FinetuneTask, ready: FinetuneTrainer) -> str:
     count = sum(tensor.numel() for tensor in ready.tower.values.values())
     judged = f"judged by {len(ready.judged_by)} images {_judged_by(task)}"
     if not ready.judged_by:
@@ -254,34 +260,36 @@ def _plan(task: Task, ready: Finetuning) -> str:
     return text
 
 
-def _judged_by(task: Task) -> str:
+def _judged_by(task: FinetuneTask) -> str:
     return "of the val split" if task.judges else "held out"
 
 
-def _telling(task: Task, ready: Finetuning) -> Callable[[Moment], None]:
+def _telling(task: FinetuneTask, ready: FinetuneTrainer) -> Callable[[FinetuneCheckpoint], None]:
     """Say the accuracy of zero-shot and of every epoch, once each."""
     told: list[float] = []
 
-    def tell(moment: Moment) -> None:
-        for number in range(len(told), len(moment.accuracies)):
-            told.append(moment.accuracies[number])
+    def tell(checkpoint: FinetuneCheckpoint) -> None:
+        for number in range(len(told), len(checkpoint.accuracies)):
+            told.append(checkpoint.accuracies[number])
             when = f"epoch {number}" if number else "zero-shot"
             console.note(f"{task.name}: {when} {100 * told[-1]:.2f} {_judged_by(task)}")
 
     return tell
 
 
-def _tell_stop(task: Task, moment: Moment) -> None:
-    step = moment.step.number if moment.step else 0
+def _tell_stop(task: FinetuneTask, checkpoint: FinetuneCheckpoint) -> None:
+    step = checkpoint.step.number if checkpoint.step else 0
     kept = "; --resume goes on" if task.folder else ", and without -o nothing is kept"
     console.note(f"{task.name}: stopped after step {step}{kept}")
 
 
-def _result(task: Task, ready: Finetuning, moment: Moment) -> tuple[float | None, float | None]:
+def _result(
+    task: FinetuneTask, ready: FinetuneTrainer, checkpoint: FinetuneCheckpoint
+) -> tuple[float | None, float | None]:
     """The accuracy of zero-shot and of the weights that were chosen, if any images judge them."""
-    if not moment.accuracies:
+    if not checkpoint.accuracies:
         return None, None
-    before, *epochs = moment.accuracies
+    before, *epochs = checkpoint.accuracies
     after = max(epochs) if ready.recipe.select == "best" else epochs[-1]
     if after < before:
         console.warn(
@@ -340,7 +348,7 @@ def finetune(
     checkpoint_activations: CheckpointActivations = False,
     *,
     flags: dict[str, Any],
-    wishes: Wishes,
+    options: RunOptions,
 ) -> None:
     """Train the image tower on each task with its zero-shot head frozen; print what was written.
 
@@ -358,4 +366,4 @@ def finetune(
         "warmup": warmup,
         "checkpoint_activations": checkpoint_activations,
     }
-    run(data, {**flags, **given_flags(own)}, Wanted(vector, vectors_dir), wishes)
+    run(data, {**flags, **given_flags(own)}, VectorOutput(vector, vectors_dir), options)

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atlas_cli.cli.learning import Command, Result, facts_of, open_labelled, source_of
-from atlas_cli.cli.options import Wishes, given_flags, learning_command
+from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, open_labelled, source_of
+from atlas_cli.cli.options import RunOptions, given_flags, learning_command
 from atlas_cli.datasets.dataset import Dataset, open_dataset
 from atlas_cli.errors import DataError
 from atlas_cli.recipes.learning import FitRecipe
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.selection import Verdict
-    from atlas_cli.learning.setup import Lesson, Prepared
+    from atlas_cli.learning.selection import Selection
+    from atlas_cli.learning.setup import ObjectiveFactory, PreparedRun
 
 
 _JUDGED = {
@@ -24,7 +24,7 @@ _JUDGED = {
 }
 
 
-class Fitting(Command):
+class Fitting(LearningCommand):
     """Recognise a few images of one task."""
 
     name = "fit"
@@ -42,29 +42,29 @@ class Fitting(Command):
             raise DataError(f"{name}: its classes are not those of {dataset.name}")
         return (dataset,), (judges,)
 
-    def lesson(self) -> Lesson:
+    def objective_factory(self) -> ObjectiveFactory:
         """Cross-entropy."""
         from atlas_cli.learning.fit import fit
 
         return fit
 
-    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
         """The accuracy before and after."""
-        assert verdict.before is not None
-        assert verdict.after is not None
-        before, after = (check.values["accuracy"] for check in (verdict.before, verdict.after))
+        assert selection.before is not None
+        assert selection.after is not None
+        before, after = (check.values["accuracy"] for check in (selection.before, selection.after))
         select = ready.inputs.recipe.select
         judged = _JUDGED.get(select, f"on {select[4:]}")
         method = ready.inputs.recipe.method
         note = f"zero-shot {100 * before:.2f} -> {method} {100 * after:.2f} {judged}"
-        if not verdict.improved:
+        if not selection.improved:
             note = f"nothing beat zero-shot ({100 * before:.2f} {judged}): all coefficients are 0"
         comment = (
             f"{source_of(ready)}\n"
             f"Accuracy {judged}: zero-shot {100 * before:.2f}, {method} {100 * after:.2f}."
         )
-        facts = {"zero_shot": before, "learned": after, **facts_of(ready, verdict)}
-        return Result(comment, (note,), facts)
+        facts = {"zero_shot": before, "learned": after, **facts_of(ready, selection)}
+        return RunResult(comment, (note,), facts)
 
 
 Data = Annotated[
@@ -77,7 +77,7 @@ AllowTarget = Annotated[
 
 @learning_command
 def fit(
-    data: Data, allow_target: AllowTarget = False, *, flags: dict[str, Any], wishes: Wishes
+    data: Data, allow_target: AllowTarget = False, *, flags: dict[str, Any], options: RunOptions
 ) -> None:
     """Learn a coefficient for every block of every task vector, and print the learned recipe.
 
@@ -87,4 +87,4 @@ def fit(
     """
     from atlas_cli.cli.learning import run
 
-    run(Fitting(), [data], {**flags, **given_flags({"allow_target": allow_target})}, wishes)
+    run(Fitting(), [data], {**flags, **given_flags({"allow_target": allow_target})}, options)

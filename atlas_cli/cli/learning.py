@@ -19,7 +19,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
-from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.options import RunOptions
 from atlas_cli.datasets.dataset import Dataset, check_templates, few_shot, open_dataset, share_of
 from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.recipes.finetune import FinetuneRecipe
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import torch
 
     from atlas_cli.learning.loop import Step
-    from atlas_cli.learning.run_folder import Run, Saved
-    from atlas_cli.learning.selection import Verdict
-    from atlas_cli.learning.setup import Inputs, Lesson, Prepared
+    from atlas_cli.learning.run_folder import RunFolder, SavedRun
+    from atlas_cli.learning.selection import Selection
+    from atlas_cli.learning.setup import Inputs, ObjectiveFactory, PreparedRun
     from atlas_cli.models.clip import Opening
     from atlas_cli.recipes.reading import LearnedRecipe
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a command says of its result: for the recipe's comment, for people, and as JSON."""
 
     comment: str
@@ -56,7 +56,7 @@ class Result:
         return {**kept, "classes": self.classes} if self.classes else kept
 
 
-class Command(ABC):
+class LearningCommand(ABC):
     """What a learning command does in its own way. `many` says whether it takes many data."""
 
     name: ClassVar[str]
@@ -71,7 +71,7 @@ class Command(ABC):
         """The images to learn from, and others to select on."""
 
     @abstractmethod
-    def lesson(self) -> Lesson:
+    def objective_factory(self) -> ObjectiveFactory:
         """What makes the objective; asked for once torch may be imported."""
 
     @contextmanager
@@ -79,55 +79,61 @@ class Command(ABC):
         """The inputs with other vectors, written into the run's folder, if some have to be made."""
         yield inputs
 
-    def check(self, ready: Prepared) -> None:  # noqa: B027 (most have nothing to check)
+    def check(self, ready: PreparedRun) -> None:  # noqa: B027 (most have nothing to check)
         """Raise UsageError if what is asked for cannot be done with what was opened."""
 
-    def tables(self, ready: Prepared) -> Iterator[torch.Tensor] | None:
+    def tables(self, ready: PreparedRun) -> Iterator[torch.Tensor] | None:
         """The tables to search through, if nothing is learned by descent: uniform scales."""
         return self.scales(ready) if ready.inputs.recipe.method == "search" else None
 
-    def scales(self, ready: Prepared) -> Iterator[torch.Tensor]:
+    def scales(self, ready: PreparedRun) -> Iterator[torch.Tensor]:
         """Tables of one scale for everything."""
         return ready.setting.scales(self.farthest)
 
-    def learned(self, ready: Prepared, verdict: Verdict, folder: Run | None) -> LearnedRecipe:
+    def learned(
+        self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
+    ) -> LearnedRecipe:
         """The recipe that merges what was learned."""
-        file = folder.keep_large(verdict.coefficients) if folder and ready.large else None
-        return ready.learned(verdict.coefficients, file)
+        file = folder.keep_large(selection.coefficients) if folder and ready.large else None
+        return ready.learned(selection.coefficients, file)
 
     @abstractmethod
-    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
         """What came out; in brief, since someone waits, only what takes no time."""
 
 
-def run(command: Command, data: Sequence[str], flags: Mapping[str, Any], wishes: Wishes) -> None:
+def run(
+    command: LearningCommand, data: Sequence[str], flags: Mapping[str, Any], options: RunOptions
+) -> None:
     """Check everything, learn, and print the learned recipe."""
     recipe = plan_recipe(command, data, flags)
-    if wishes.resume and wishes.folder is None:
+    if options.resume and options.folder is None:
         raise UsageError("--resume goes on with the run in -o DIR; name it")
-    inputs = resolve(command, recipe, wishes)
+    inputs = resolve(command, recipe, options)
 
     from atlas_cli.learning.run_folder import check_folder
     from atlas_cli.learning.setup import prepared  # torch is slow: only with good inputs
 
-    if wishes.folder:
-        check_folder(wishes.folder, resume=wishes.resume, force=wishes.force)
+    if options.folder:
+        check_folder(options.folder, resume=options.resume, force=options.force)
     with (
-        command.vectors_made(inputs, wishes.folder) as given,
-        prepared(given, command.lesson(), console.warn) as ready,
+        command.vectors_made(inputs, options.folder) as given,
+        prepared(given, command.objective_factory(), console.warn) as ready,
     ):
         command.check(ready)
-        if not wishes.quiet:
+        if not options.quiet:
             _say_plan(ready)
-        text, result, stopped = _learn(command, ready, wishes)
-    _show(text, result, wishes)
+        text, result, stopped = _learn(command, ready, options)
+    _show(text, result, options)
     if stopped:
         raise typer.Exit(130)
     if result.failed:
         raise AtlasError(result.failed)
 
 
-def plan_recipe(command: Command, data: Sequence[str], flags: Mapping[str, Any]) -> LearnRecipe:
+def plan_recipe(
+    command: LearningCommand, data: Sequence[str], flags: Mapping[str, Any]
+) -> LearnRecipe:
     """What to learn: the recipe, if there is one, with the flags laid over it."""
     keys, where = given_keys(command.schema, data, flags, many=command.many)
     return learning_recipe(command.schema, keys, where)
@@ -157,16 +163,16 @@ _EXAMPLES = {
 }
 
 
-def resolve(command: Command, recipe: LearnRecipe, wishes: Wishes) -> Inputs:
+def resolve(command: LearningCommand, recipe: LearnRecipe, options: RunOptions) -> Inputs:
     """Every name turned into what it names, before torch is imported."""
     check_model(recipe)
     vectors = tuple(expand_vectors(recipe.vectors))
     datasets, judges = command.open_data(recipe)
-    source, opening = find_model(recipe, wishes)
+    source, opening = find_model(recipe, options)
 
     from atlas_cli.learning.setup import Inputs
 
-    threads = cores(wishes)
+    threads = cores(options)
     return Inputs(command.name, recipe, source, vectors, datasets, judges, opening, threads)
 
 
@@ -178,19 +184,19 @@ def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:
     check_architecture(recipe.arch)
 
 
-def find_model(recipe: LearnRecipe | FinetuneRecipe, wishes: Wishes) -> tuple[Source, Opening]:
+def find_model(recipe: LearnRecipe | FinetuneRecipe, options: RunOptions) -> tuple[Source, Opening]:
     """The files of the base model, and how it is opened."""
     source = locate(parse_reference(recipe.model))
     text = locate(parse_reference(recipe.text)) if recipe.text else None
 
     from atlas_cli.models.clip import Opening
 
-    return source, Opening(recipe.arch, text, wishes.device)
+    return source, Opening(recipe.arch, text, options.device)
 
 
-def cores(wishes: Wishes) -> int:
+def cores(options: RunOptions) -> int:
     """How many threads may work."""
-    return wishes.threads or os.cpu_count() or 1
+    return options.threads or os.cpu_count() or 1
 
 
 def open_tasks(
@@ -227,7 +233,7 @@ def open_labelled(
 # Learning -------------------------------------------------------------------------------------
 
 
-def _say_plan(ready: Prepared) -> None:
+def _say_plan(ready: PreparedRun) -> None:
     pool, recipe = ready.pool, ready.inputs.recipe
     rows, columns = ready.setting.tower.composition.shape
     if not pool.members:
@@ -246,28 +252,30 @@ def _say_plan(ready: Prepared) -> None:
         )
 
 
-def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Result, bool]:
+def _learn(
+    command: LearningCommand, ready: PreparedRun, options: RunOptions
+) -> tuple[str, RunResult, bool]:
     """Learn, and write the folder if there is one. A failure leaves nothing half-written."""
-    from atlas_cli.learning.run_folder import Descents, open_run
-    from atlas_cli.learning.selection import settle
+    from atlas_cli.learning.run_folder import CoefficientTrainer, open_run
+    from atlas_cli.learning.selection import select_coefficients
 
     folder = None
-    if ready.large and wishes.folder is None:
+    if ready.large and options.folder is None:
         raise UsageError("there are too many coefficients for one text; give a folder with -o DIR")
-    if wishes.folder:
-        folder = open_run(wishes.folder, ready.config(), resume=wishes.resume)
+    if options.folder:
+        folder = open_run(options.folder, ready.config(), resume=options.resume)
     try:
         with stoppable() as stop:
             if tables := command.tables(ready):
-                verdict = _search(ready, tables, folder, stop)
+                selection = _search(ready, tables, folder, stop)
             else:
-                course = Descents(ready.material, ready.plan, command.measure)
-                moment = walk(course, folder, wishes, stop, measure=command.measure)
-                verdict = settle(ready.material, ready.plan, moment)
-        result = command.result(ready, verdict, brief=bool(stop))
+                course = CoefficientTrainer(ready.objective, ready.plan, command.measure)
+                checkpoint = walk(course, folder, options, stop, measure=command.measure)
+                selection = select_coefficients(ready.objective, ready.plan, checkpoint)
+        result = command.result(ready, selection, brief=bool(stop))
         if folder and command.labelled and not stop:
-            result = _with_classes(ready, verdict, result)
-        return _write(command, ready, folder, verdict, result), result, bool(stop)
+            result = _with_classes(ready, selection, result)
+        return _write(command, ready, folder, selection, result), result, bool(stop)
     except AtlasError:
         if folder:
             folder.abandon()
@@ -275,10 +283,10 @@ def _learn(command: Command, ready: Prepared, wishes: Wishes) -> tuple[str, Resu
 
 
 def _search(
-    ready: Prepared, tables: Iterator[torch.Tensor], folder: Run | None, stop: list[int]
-) -> Verdict:
+    ready: PreparedRun, tables: Iterator[torch.Tensor], folder: RunFolder | None, stop: list[int]
+) -> Selection:
     """The best of some tables, until someone stops it."""
-    from atlas_cli.learning.selection import choose
+    from atlas_cli.learning.selection import search_tables
 
     def tried() -> Iterator[torch.Tensor]:
         for table in tables:
@@ -286,23 +294,27 @@ def _search(
                 return
             yield table
 
-    return choose(ready.material, ready.plan[0], tried())
+    return search_tables(ready.objective, ready.plan[0], tried())
 
 
 # The result -----------------------------------------------------------------------------------
 
 
-def _with_classes(ready: Prepared, verdict: Verdict, result: Result) -> Result:
+def _with_classes(ready: PreparedRun, selection: Selection, result: RunResult) -> RunResult:
     from atlas_cli.learning.per_class import by_class
 
-    return dataclasses.replace(result, classes=by_class(ready, verdict.coefficients))
+    return dataclasses.replace(result, classes=by_class(ready, selection.coefficients))
 
 
 def _write(
-    command: Command, ready: Prepared, folder: Run | None, verdict: Verdict, result: Result
+    command: LearningCommand,
+    ready: PreparedRun,
+    folder: RunFolder | None,
+    selection: Selection,
+    result: RunResult,
 ) -> str:
     """The learned recipe, also in the folder."""
-    recipe = command.learned(ready, verdict, folder)
+    recipe = command.learned(ready, selection, folder)
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     text = write_recipe(recipe, f"Learned by atlas {__version__} {result.comment}")
     if folder:
@@ -310,28 +322,28 @@ def _write(
     return text
 
 
-def _show(text: str, result: Result, wishes: Wishes) -> None:
+def _show(text: str, result: RunResult, options: RunOptions) -> None:
     for line in result.notes:
         console.note(line)
-    if result.rows and not wishes.quiet:
+    if result.rows and not options.quiet:
         console.tell_table(result.rows)
-    if wishes.as_json:
+    if options.as_json:
         console.emit({"atlas": __version__, **result.facts}, as_json=True)
     else:
         console.write(text)
 
 
-def facts_of(ready: Prepared, verdict: Verdict) -> dict[str, object]:
+def facts_of(ready: PreparedRun, selection: Selection) -> dict[str, object]:
     """What the JSON of every command holds."""
     return {
-        "improved": verdict.improved,
+        "improved": selection.improved,
         "select": ready.inputs.recipe.select,
         "config": ready.config(),
-        "coefficients": None if ready.unnamed else ready.table(verdict.coefficients),
+        "coefficients": None if ready.unnamed else ready.table(selection.coefficients),
     }
 
 
-def source_of(ready: Prepared) -> str:
+def source_of(ready: PreparedRun) -> str:
     """What was learned from, in a few words."""
     inputs = ready.inputs
     images = sum(len(dataset.samples) for dataset in inputs.datasets)
@@ -342,10 +354,10 @@ def source_of(ready: Prepared) -> str:
 _SAVE_EVERY = 1.0  # seconds, or if saving takes long:
 _SAVE_SHARE = 0.02  # of the time
 
-Moment = TypeVar("Moment")
+State = TypeVar("State")
 
 
-class Course(Protocol[Moment]):
+class Trainer(Protocol[State]):
     """A way of learning: where it begins, what comes after, and how that is written down."""
 
     @property
@@ -356,59 +368,59 @@ class Course(Protocol[Moment]):
     def batch_size(self) -> int:
         """The images of a step."""
 
-    def begin(self) -> Moment:
+    def begin(self) -> State:
         """Before the first step."""
 
-    def learn(self, moment: Moment, /) -> Iterator[Moment]:
+    def learn(self, checkpoint: State, /) -> Iterator[State]:
         """What comes after a moment, step by step."""
 
-    def step_of(self, moment: Moment, /) -> Step:
+    def step_of(self, checkpoint: State, /) -> Step:
         """The last step."""
 
-    def is_over(self, moment: Moment, /) -> bool:
+    def is_over(self, checkpoint: State, /) -> bool:
         """Whether there is nothing more to learn."""
 
-    def row(self, moment: Moment, /) -> dict[str, object]:
+    def row(self, checkpoint: State, /) -> dict[str, object]:
         """One line of metrics.jsonl."""
 
-    def to_saved(self, moment: Moment, /) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    def to_saved(self, checkpoint: State, /) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """What a run's folder keeps of a moment."""
 
-    def from_saved(self, saved: Saved, /) -> Moment:
+    def from_saved(self, saved: SavedRun, /) -> State:
         """The moment that was saved."""
 
 
 def walk(
-    course: Course[Moment],
-    folder: Run | None,
-    wishes: Wishes,
+    course: Trainer[State],
+    folder: RunFolder | None,
+    options: RunOptions,
     stop: list[int],
     *,
     measure: str = "accuracy",
-    heard: Callable[[Moment], None] = lambda moment: None,
-) -> Moment:
+    heard: Callable[[State], None] = lambda checkpoint: None,
+) -> State:
     """Take steps until the end, or until someone stops it. `heard` is told of every moment."""
-    saved = folder.restore() if folder and wishes.resume else None
-    start = moment = course.from_saved(saved) if saved else course.begin()
-    heard(moment)
+    saved = folder.restore() if folder and options.resume else None
+    start = checkpoint = course.from_saved(saved) if saved else course.begin()
+    heard(checkpoint)
     clock, pause = time.monotonic(), _SAVE_EVERY
-    with console.training(course.steps, quiet=wishes.quiet) as show:
-        for moment in course.learn(start):
-            step = course.step_of(moment)
+    with console.training(course.steps, quiet=options.quiet) as show:
+        for checkpoint in course.learn(start):
+            step = course.step_of(checkpoint)
             show(f"loss {step.loss:.3f}  {measure} {100 * step.accuracy:.1f}", course.batch_size)
-            heard(moment)
+            heard(checkpoint)
             if folder:
-                folder.record(course.row(moment))
+                folder.record(course.row(checkpoint))
                 began = time.monotonic()
-                if began - clock > pause or course.is_over(moment):
-                    folder.save(*course.to_saved(moment))
+                if began - clock > pause or course.is_over(checkpoint):
+                    folder.save(*course.to_saved(checkpoint))
                     clock = time.monotonic()
                     pause = max(_SAVE_EVERY, (clock - began) / _SAVE_SHARE)
             if stop:
                 break
-    if folder and moment is not start and not course.is_over(moment):
-        folder.save(*course.to_saved(moment))  # stopped, or its last stage had no step to take
-    return moment
+    if folder and checkpoint is not start and not course.is_over(checkpoint):
+        folder.save(*course.to_saved(checkpoint))  # stopped, or its last stage had no step to take
+    return checkpoint
 
 
 @contextmanager

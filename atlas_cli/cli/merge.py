@@ -25,7 +25,7 @@ from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import parse_reference
 
 if TYPE_CHECKING:
-    from atlas_cli.merging.merge import Prepared
+    from atlas_cli.merging.merge import PreparedMerge
 
 
 _MANY = 8  # threads; beyond, the disk and memory are what is waited for
@@ -34,7 +34,7 @@ _BESIDE = ("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoke
 
 
 @dataclass(frozen=True)
-class Wishes:
+class MergeOptions:
     """What concerns this run only and does not change its result."""
 
     folder: Path | None
@@ -59,22 +59,22 @@ def show_schema() -> None:
     console.emit(json_schema(), as_json=True)
 
 
-def run(name: str | None, wishes: Wishes) -> None:
+def run(name: str | None, options: MergeOptions) -> None:
     """Check everything, then show the plan or write the model."""
     if name is None:
         raise UsageError("no recipe given; name a file, or - for stdin")
-    _check(wishes)
+    _check(options)
     merge = read_merge(*read_text(name))
-    evaluation = _read_evaluation(wishes.evaluation) if wishes.evaluation else None
-    target = wishes.folder or Path("merged")
-    _check_place(target, wishes)
+    evaluation = _read_evaluation(options.evaluation) if options.evaluation else None
+    target = options.folder or Path("merged")
+    _check_place(target, options)
     found = _locate(merge)
     _check_inputs(target, found)
 
     from atlas_cli.merging.execute import Limits
     from atlas_cli.merging.inputs import Located
     from atlas_cli.merging.merge import (  # torch is slow: only with good inputs
-        Request,
+        MergeRequest,
         prepare,
         write,
     )
@@ -83,38 +83,38 @@ def run(name: str | None, wishes: Wishes) -> None:
 
     located = {reference: Located(*pair) for reference, pair in found.items()}
 
-    threads = wishes.threads or min(_MANY, os.cpu_count() or 1)
-    device = choose_device(wishes.device)
-    limits = Limits(_bytes(wishes.memory), threads, device, wishes.allow_nonfinite)
-    request = Request(
-        merge, located, target, limits, _bytes(wishes.shard), wishes.force, evaluation
+    threads = options.threads or min(_MANY, os.cpu_count() or 1)
+    device = choose_device(options.device)
+    limits = Limits(_bytes(options.memory), threads, device, options.allow_nonfinite)
+    request = MergeRequest(
+        merge, located, target, limits, _bytes(options.shard), options.force, evaluation
     )
     prepared = prepare(request)
     for text in idle_filters(merge, [made.name for made in prepared.plan.outputs]):
         console.warn(f"filter '{text}' is in the name of no tensor")
-    if wishes.dry_run:
-        _show_plan(prepared, wishes)
+    if options.dry_run:
+        _show_plan(prepared, options)
         return
-    with console.progress("merging", prepared.plan.bytes, quiet=wishes.quiet) as advance:
+    with console.progress("merging", prepared.plan.bytes, quiet=options.quiet) as advance:
         merged = write(prepared, advance)
-    if wishes.push:
-        _push(target, wishes)
+    if options.push:
+        _push(target, options)
     told = {"atlas": __version__, **dataclasses.asdict(merged)}
-    console.emit(told if wishes.as_json else merged, as_json=wishes.as_json)
+    console.emit(told if options.as_json else merged, as_json=options.as_json)
 
 
-def _check(wishes: Wishes) -> None:
-    if wishes.folder is None and not wishes.dry_run:
+def _check(options: MergeOptions) -> None:
+    if options.folder is None and not options.dry_run:
         raise UsageError("no folder given; name it with -o DIR, or ask for --dry-run")
-    if wishes.explain is not None and not wishes.dry_run:
+    if options.explain is not None and not options.dry_run:
         raise UsageError("--explain shows the plan; give --dry-run with it")
-    for option, text in (("--memory", wishes.memory), ("--max-shard-size", wishes.shard)):
+    for option, text in (("--memory", options.memory), ("--max-shard-size", options.shard)):
         if not parse_bytes(text):
             raise UsageError(f"{option} {text}: expected a size such as 512MB or 2GiB")
-    if wishes.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", wishes.push):
-        raise UsageError(f"--push {wishes.push}: expected OWNER/NAME")
+    if options.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise UsageError(f"--push {options.push}: expected OWNER/NAME")
     try:
-        re.compile(wishes.explain or "")
+        re.compile(options.explain or "")
     except re.error as problem:
         raise UsageError(f"--explain: not a regular expression: {problem}") from None
 
@@ -130,13 +130,13 @@ def _bytes(text: str) -> int:
     return parse_bytes(text) or 0
 
 
-def _check_place(target: Path, wishes: Wishes) -> None:
+def _check_place(target: Path, options: MergeOptions) -> None:
     """What is wrong with the target is said before models are looked for."""
-    if wishes.dry_run:
+    if options.dry_run:
         return
     if not target.absolute().parent.is_dir():
         raise AtlasError(f"{target.parent}: no such folder")
-    if target.is_dir() and any(target.iterdir()) and not wishes.force:
+    if target.is_dir() and any(target.iterdir()) and not options.force:
         raise AtlasError(f"{target}: exists already; use --force to replace it")
 
 
@@ -161,9 +161,9 @@ def _check_inputs(target: Path, found: Mapping[str, tuple[Source, Source | None]
 # The plan -------------------------------------------------------------------------------------
 
 
-def _show_plan(prepared: Prepared, wishes: Wishes) -> None:
-    found = _plan(prepared, wishes)
-    if wishes.as_json:
+def _show_plan(prepared: PreparedMerge, options: MergeOptions) -> None:
+    found = _plan(prepared, options)
+    if options.as_json:
         console.emit(found, as_json=True)
         return
     lines = [
@@ -180,7 +180,7 @@ def _show_plan(prepared: Prepared, wishes: Wishes) -> None:
     console.write("".join(f"{line}\n" for line in lines))
 
 
-def _plan(prepared: Prepared, wishes: Wishes) -> dict[str, Any]:
+def _plan(prepared: PreparedMerge, options: MergeOptions) -> dict[str, Any]:
     from atlas_cli.merging.execute import peak_memory
     from atlas_cli.merging.plan import explain
 
@@ -198,7 +198,7 @@ def _plan(prepared: Prepared, wishes: Wishes) -> dict[str, Any]:
         "threads": prepared.request.limits.threads,
         "beside": prepared.copied,
         "files": [{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
-        "explained": explain(merge, prepared.resolved, wishes.explain) if wishes.explain else [],
+        "explained": explain(merge, prepared.resolved, options.explain) if options.explain else [],
         "outputs": [
             {
                 "tensor": made.name,
@@ -214,12 +214,12 @@ def _plan(prepared: Prepared, wishes: Wishes) -> dict[str, Any]:
     }
 
 
-def _push(target: Path, wishes: Wishes) -> None:
+def _push(target: Path, options: MergeOptions) -> None:
     from atlas_cli.sources.hub import push_folder
 
-    assert wishes.push is not None
-    address = push_folder(target, wishes.push)
-    if not wishes.quiet:
+    assert options.push is not None
+    address = push_folder(target, options.push)
+    if not options.quiet:
         console.note(f"pushed to {address}")
 
 
@@ -281,8 +281,8 @@ def merge(
     if schema:
         show_schema()
         return
-    wishes = Wishes(
+    options = MergeOptions(
         *(output, force, dry_run, explain, memory, threads, device, max_shard_size),
         *(evaluation, push, allow_nonfinite, as_json, quiet),
     )
-    run(recipe, wishes)
+    run(recipe, options)

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli.console import percent
-from atlas_cli.cli.learning import Command, Result, facts_of, open_tasks, source_of
-from atlas_cli.cli.options import Wishes, given_flags, learning_command
+from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, open_tasks, source_of
+from atlas_cli.cli.options import RunOptions, given_flags, learning_command
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.recipes.learning import NegateRecipe
 from atlas_cli.recipes.merge_parameters import parse_merge
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.selection import Verdict
-    from atlas_cli.learning.setup import Lesson, Prepared
+    from atlas_cli.learning.selection import Selection
+    from atlas_cli.learning.setup import ObjectiveFactory, PreparedRun
 
 
 @dataclass(frozen=True)
-class Negating(Command):
+class Negating(LearningCommand):
     """Forget some tasks and keep another. `compare` names merges to show beside it."""
 
     compare: tuple[str, ...] = ()
@@ -34,19 +34,19 @@ class Negating(Command):
             parse_merge(text)
         return open_tasks(recipe, [*recipe.data, recipe.control])
 
-    def lesson(self) -> Lesson:
+    def objective_factory(self) -> ObjectiveFactory:
         """Forgetting."""
         from atlas_cli.learning.negate import negate
 
         return negate
 
-    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
         """Targets and control: before, with the best uniform scale, learned, and as merged."""
         from atlas_cli.learning.baselines import contest
 
         recipe = ready.inputs.recipe
         others = ((), ()) if brief else (self.scales(ready), self.compare)
-        scores = contest(ready, verdict.coefficients, *others)
+        scores = contest(ready, selection.coefficients, *others)
         before, after = scores["zero-shot"], scores[recipe.method]
         names = [f"target {dataset.name}" for dataset in ready.inputs.datasets[:-1]]
         names.append(f"control {ready.inputs.datasets[-1].name}")
@@ -57,15 +57,15 @@ class Negating(Command):
         facts = {
             "tasks": [dataset.name for dataset in ready.inputs.datasets],
             "accuracy": scores,
-            **facts_of(ready, verdict),
+            **facts_of(ready, selection),
         }
-        failed = None if verdict.improved else _FAILED.format(100 * recipe.keep)
+        failed = None if selection.improved else _FAILED.format(100 * recipe.keep)
         comment = f"{source_of(ready)}\nAccuracy on these images: {changes}."
         rows = [
             {"": method, **dict(zip(names, map(percent, found), strict=True))}
             for method, found in scores.items()
         ]
-        return Result(comment, (), facts, rows, failed)
+        return RunResult(comment, (), facts, rows, failed)
 
 
 _FAILED = (
@@ -104,7 +104,7 @@ def negate(
     compare: Compare = None,
     *,
     flags: dict[str, Any],
-    wishes: Wishes,
+    options: RunOptions,
 ) -> None:
     """Learn coefficients that forget the target while the control stays, and print the recipe.
 
@@ -115,4 +115,4 @@ def negate(
     from atlas_cli.cli.learning import run
 
     own = {"control": control, "keep": keep, "forget": forget}
-    run(Negating(tuple(compare or ())), data, {**flags, **given_flags(own)}, wishes)
+    run(Negating(tuple(compare or ())), data, {**flags, **given_flags(own)}, options)

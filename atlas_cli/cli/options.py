@@ -192,7 +192,7 @@ _SWITCHES = {"linearised", "resume", "force", "as_json", "quiet"}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RunOptions:
     """What concerns this run only and does not change its result."""
 
     folder: Path | None = None
@@ -210,21 +210,21 @@ def learning_command(
     """The command with the options of learning, `without` some, beside its own.
 
     `function` is called with its own options, and with `flags`, the keys of a recipe that were
-    given, and `wishes`.
+    given, and `options`.
     """
     own = {
         name: parameter
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-        if name not in ("flags", "wishes")
+        if name not in ("flags", "options")
     }
     offered = [name for name in _FLAGS if name not in without]
     kinds = {**{name: _FLAGS[name] for name in offered}, **_WISHES}
     shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
 
     def command(**given: Any) -> None:
-        wishes = Wishes(**{name: given.pop(name) for name in _WISHES})
+        options = RunOptions(**{name: given.pop(name) for name in _WISHES})
         flags = given_flags({name: given.pop(name) for name in offered})
-        function(**given, flags=flags, wishes=wishes)
+        function(**given, flags=flags, options=options)
 
     parameters = {**own, **shared}
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]

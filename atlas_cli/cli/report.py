@@ -10,7 +10,7 @@ import typer
 
 from atlas_cli.cli import console
 from atlas_cli.cli.options import Force
-from atlas_cli.cli.targets import Target, check_targets
+from atlas_cli.cli.targets import VectorTarget, check_targets
 from atlas_cli.io.files import write_text
 from atlas_cli.reports.charts import check_charts
 from atlas_cli.reports.runs import read_run
@@ -18,7 +18,7 @@ from atlas_cli.reports.runs import read_run
 
 def run(runs: Sequence[Path], path: str, *, force: bool) -> None:
     """Read all runs, then write the page and print its path, or the page itself."""
-    target = Target("report", None if path == "-" else Path(path))
+    target = VectorTarget("report", None if path == "-" else Path(path))
     check_targets([target], force=force)
     check_charts("atlas report")
     records = [read_run(folder) for folder in runs]

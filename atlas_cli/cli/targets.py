@@ -20,7 +20,7 @@ _PLAIN = re.compile(
 
 
 @dataclass(frozen=True)
-class Target:
+class VectorTarget:
     """A vector to be made: its name, and its file unless it goes to stdout."""
 
     name: str
@@ -41,21 +41,23 @@ class Target:
             raise
 
 
-def choose_targets(path: str, references: Sequence[Reference], name: str | None) -> list[Target]:
+def choose_targets(
+    path: str, references: Sequence[Reference], name: str | None
+) -> list[VectorTarget]:
     """One target for each model: a file, files in a folder, or stdout for -."""
     if name and len(references) > 1:
         raise UsageError("--name is for one fine-tuned model")
     names = [name or name_of(reference) for reference in references]
     if path == "-":
         _check_stdout(references)
-        return [Target(names[0], None)]
+        return [VectorTarget(names[0], None)]
     if Path(path).suffix != ".safetensors":
-        return [Target(n, Path(path) / f"{_as_file(n)}.safetensors") for n in names]
+        return [VectorTarget(n, Path(path) / f"{_as_file(n)}.safetensors") for n in names]
     if len(references) > 1:
         raise UsageError(f"{path}: is one file for {len(references)} models; give a folder")
     if not Path(path).absolute().parent.is_dir():
         raise AtlasError(f"{Path(path).parent}: no such folder")
-    return [Target(names[0], Path(path))]
+    return [VectorTarget(names[0], Path(path))]
 
 
 def _check_stdout(references: Sequence[Reference]) -> None:
@@ -65,7 +67,7 @@ def _check_stdout(references: Sequence[Reference]) -> None:
         raise UsageError("-o - writes a binary file: send it to a pipe or a file")
 
 
-def check_targets(targets: Sequence[Target], *, force: bool) -> None:
+def check_targets(targets: Sequence[VectorTarget], *, force: bool) -> None:
     """Raise if a file would be lost, or could not be written."""
     paths = [target.path for target in targets if target.path]
     for number, path in enumerate(paths):
@@ -81,7 +83,7 @@ def check_targets(targets: Sequence[Target], *, force: bool) -> None:
             raise AtlasError(f"{path.parent.parent}: no such folder")
 
 
-def check_inputs(targets: Sequence[Target], sources: Sequence[Source]) -> None:
+def check_inputs(targets: Sequence[VectorTarget], sources: Sequence[Source]) -> None:
     """Raise if a target is one of the files that are read."""
     inputs = {path.resolve() for source in sources for path in source.weights}
     for target in targets:

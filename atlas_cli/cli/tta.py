@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli.console import percent
-from atlas_cli.cli.learning import Command, Result, facts_of, source_of
-from atlas_cli.cli.options import Wishes, given_flags, learning_command
+from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, source_of
+from atlas_cli.cli.options import RunOptions, given_flags, learning_command
 from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset
 from atlas_cli.errors import DataError, UsageError
 from atlas_cli.io.files import write_text
@@ -22,9 +22,9 @@ from atlas_cli.recipes.learning import TtaRecipe
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.learning.run_folder import Run
-    from atlas_cli.learning.selection import Verdict
-    from atlas_cli.learning.setup import Lesson, Prepared
+    from atlas_cli.learning.run_folder import RunFolder
+    from atlas_cli.learning.selection import Selection
+    from atlas_cli.learning.setup import ObjectiveFactory, PreparedRun
     from atlas_cli.recipes.reading import LearnedRecipe
 
 
@@ -32,7 +32,7 @@ _SHOWN = 20  # classes of a histogram
 
 
 @dataclass(frozen=True)
-class Adapting(Command):
+class Adapting(LearningCommand):
     """Adapt to the images of one folder. `predictions` is where what they are goes, if anywhere."""
 
     predictions: Path | None = None
@@ -55,26 +55,28 @@ class Adapting(Command):
         )
         return (without_labels(dataset, recipe.classes),), ()
 
-    def lesson(self) -> Lesson:
+    def objective_factory(self) -> ObjectiveFactory:
         """Whatever the recipe's objective is."""
         from atlas_cli.learning.tta import adapt
 
         return adapt
 
-    def learned(self, ready: Prepared, verdict: Verdict, folder: Run | None) -> LearnedRecipe:
+    def learned(
+        self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
+    ) -> LearnedRecipe:
         """The recipe that merges what was learned."""
-        return learned_recipe(ready, verdict.coefficients, folder) or super().learned(
-            ready, verdict, folder
+        return learned_recipe(ready, selection.coefficients, folder) or super().learned(
+            ready, selection, folder
         )
 
-    def result(self, ready: Prepared, verdict: Verdict, *, brief: bool) -> Result:
+    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
         """What the images look like to the model before and after, and which rule decided."""
-        before, after = verdict.before, verdict.after
+        before, after = selection.before, selection.after
         assert before is not None
         assert after is not None
         found = {
-            "zero-shot": ready.material.predictions(0 * verdict.coefficients),
-            "adapted": ready.material.predictions(verdict.coefficients),
+            "zero-shot": ready.objective.predictions(0 * selection.coefficients),
+            "adapted": ready.objective.predictions(selection.coefficients),
         }
         if self.predictions:
             write_text(self.predictions, _lines(ready.inputs.datasets[0], found["adapted"]))
@@ -82,7 +84,7 @@ class Adapting(Command):
         histograms = {
             name: _histogram(names, rows.argmax(dim=1).tolist()) for name, rows in found.items()
         }
-        decided = ready.material.decision(verdict)
+        decided = ready.objective.decision(selection)
         changes = ", ".join(
             f"{key} {old:.3f} -> {after.values[key]:.3f}" for key, old in before.values.items()
         )
@@ -91,10 +93,10 @@ class Adapting(Command):
             "zero_shot": before.values,
             "adapted": after.values,
             "histogram": histograms,
-            **facts_of(ready, verdict),
+            **facts_of(ready, selection),
         }
         comment = f"{source_of(ready)} No label was looked at.\n{decided}: {changes}."
-        return Result(comment, (f"{decided}; {changes}",), facts, _rows(histograms))
+        return RunResult(comment, (f"{decided}; {changes}",), facts, _rows(histograms))
 
 
 def read_classes(text: str) -> list[str]:
@@ -141,7 +143,7 @@ def _digest(path: Path) -> bytes:
 
 
 def learned_recipe(
-    ready: Prepared, coefficients: torch.Tensor, folder: Run | None
+    ready: PreparedRun, coefficients: torch.Tensor, folder: RunFolder | None
 ) -> LearnedRecipe | None:
     """For tuned LayerNorms: their task vector, written into the folder, with coefficient 1."""
     if ready.inputs.recipe.tune != "layernorm":
@@ -255,7 +257,7 @@ def tta(
     online: Online = False,
     *,
     flags: dict[str, Any],
-    wishes: Wishes,
+    options: RunOptions,
 ) -> None:
     """Adapt coefficients to images without labels, and print the learned recipe.
 
@@ -280,8 +282,8 @@ def tta(
     if online:
         if predictions:
             raise UsageError("--online prints its predictions; --predictions is for a folder")
-        run_online(images, keys, wishes)
+        run_online(images, keys, options)
     elif images is None:
         raise UsageError("no images given; name a folder, or pipe paths into --online")
     else:
-        run(Adapting(predictions), [images], keys, wishes)
+        run(Adapting(predictions), [images], keys, options)

@@ -15,7 +15,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.learning import plan_recipe, resolve
-from atlas_cli.cli.options import Wishes
+from atlas_cli.cli.options import RunOptions
 from atlas_cli.cli.tta import Adapting, check_classes, learned_recipe, prediction_row
 from atlas_cli.datasets.dataset import DEFAULT_TEMPLATE, Dataset, check_templates
 from atlas_cli.errors import ClosedError, DataError, UsageError
@@ -25,9 +25,9 @@ from atlas_cli.recipes.reading import write_recipe
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.learning.online import Stream
-    from atlas_cli.learning.run_folder import Run
-    from atlas_cli.learning.setup import Prepared
+    from atlas_cli.learning.online import OnlineAdapter
+    from atlas_cli.learning.run_folder import RunFolder
+    from atlas_cli.learning.setup import PreparedRun
 
 _STDIN = "stdin"
 _INTERRUPTED = "interrupted"
@@ -42,40 +42,40 @@ class Streaming(Adapting):
         return (Dataset(_STDIN, "all", check_classes(recipe.classes, _STDIN), templates, ()),), ()
 
 
-def run_online(images: str | None, keys: Mapping[str, Any], wishes: Wishes) -> None:
+def run_online(images: str | None, keys: Mapping[str, Any], options: RunOptions) -> None:
     """Check everything, then predict and adapt until stdin ends or the reader goes away."""
     if images is not None and not images.endswith((".yaml", ".yml")):
         raise UsageError(f"--online takes its images from stdin, not from {images}")
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("--online reads paths from stdin, which is no pipe and no file")
-    if wishes.resume and wishes.folder is None:
+    if options.resume and options.folder is None:
         raise UsageError("--resume goes on with the run in -o DIR; name it")
     command = Streaming()
     recipe = plan_recipe(command, [images or _STDIN], keys)
     if recipe.method == "search":
         raise UsageError("--method search looks at all images at once; it has no --online")
-    inputs = resolve(command, recipe, wishes)
+    inputs = resolve(command, recipe, options)
 
-    from atlas_cli.learning.online import Stream
+    from atlas_cli.learning.online import OnlineAdapter
     from atlas_cli.learning.run_folder import check_folder, open_run
     from atlas_cli.learning.setup import prepared  # torch is slow: only with good inputs
 
-    if wishes.folder:
-        check_folder(wishes.folder, resume=wishes.resume, force=wishes.force)
+    if options.folder:
+        check_folder(options.folder, resume=options.resume, force=options.force)
     with prepared(
-        inputs, lambda setting: (Stream(setting, console.warn), []), console.warn
+        inputs, lambda setting: (OnlineAdapter(setting, console.warn), []), console.warn
     ) as ready:
         folder = None
-        if wishes.folder:
-            folder = open_run(wishes.folder, ready.config(), resume=wishes.resume)
-            if wishes.resume and (saved := folder.restore()):
-                ready.material.restore(saved.tensors, saved.facts)
-        _follow(ready, folder, quiet=wishes.quiet)
+        if options.folder:
+            folder = open_run(options.folder, ready.config(), resume=options.resume)
+            if options.resume and (saved := folder.restore()):
+                ready.objective.restore(saved.tensors, saved.facts)
+        _follow(ready, folder, quiet=options.quiet)
 
 
-def _follow(ready: Prepared, folder: Run | None, *, quiet: bool) -> None:
+def _follow(ready: PreparedRun, folder: RunFolder | None, *, quiet: bool) -> None:
     """One line for every path. Whatever ends it, what was learned is kept."""
-    stream: Stream = ready.material
+    stream: OnlineAdapter = ready.objective
     classes = ready.inputs.datasets[0].classes
     ended = "stdin ended"
     state = stream.state()
@@ -119,7 +119,7 @@ def _paths() -> Iterator[str]:
             yield path
 
 
-def _line(stream: Stream, path: str, classes: tuple[str, ...]) -> str:
+def _line(stream: OnlineAdapter, path: str, classes: tuple[str, ...]) -> str:
     shown = os.fsencode(path).decode("utf-8", "replace")
     try:
         row = prediction_row(shown, classes, stream.predict(path))
@@ -129,7 +129,10 @@ def _line(stream: Stream, path: str, classes: tuple[str, ...]) -> str:
 
 
 def _finish(
-    ready: Prepared, folder: Run, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]
+    ready: PreparedRun,
+    folder: RunFolder,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, object],
 ) -> None:
     coefficients = tensors["walker.coefficients"]
     recipe = learned_recipe(ready, coefficients, folder)

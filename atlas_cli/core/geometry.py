@@ -14,7 +14,7 @@ from itertools import product
 
 import torch
 
-from atlas_cli.core.storage import Block, Factors, Part, decode
+from atlas_cli.core.storage import Block, BlockPart, Factors, decode
 
 _CHUNK = 1 << 22  # numbers that are float64 at the same time
 
@@ -116,7 +116,7 @@ def _of_factors(blocks: Sequence[Factors]) -> torch.Tensor:
     return inner
 
 
-def _inner(left: Part, right: Part) -> float:
+def _inner(left: BlockPart, right: BlockPart) -> float:
     """<up down, up' down'> over the rows that both parts reach."""
     start = max(left.start, right.start)
     stop = min(left.start + len(left.up), right.start + len(right.up))

@@ -15,7 +15,7 @@ _SCALER = ("scale", "_growth_tracker")
 
 
 @dataclass(frozen=True)
-class Descent:
+class OptimizerConfig:
     """How coefficients descend; the paper's recipe for a few images per class by default.
 
     `schedule` is cosine (half a cosine, from the rate to zero) or constant; before it, the rate
@@ -56,7 +56,7 @@ class _Adam:
         self,
         tensors: Mapping[str, torch.Tensor],
         steps: int,
-        descent: Descent,
+        optimizer_config: OptimizerConfig,
         *,
         scaled: bool,
         fused: bool,
@@ -64,12 +64,12 @@ class _Adam:
         self._leaves = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.number = 0
         self._steps = steps
-        self._descent = descent
+        self._descent = optimizer_config
         self._fused = fused
         self._optimizer = torch.optim.AdamW(
             self._leaves.values(),
-            lr=descent.rate,
-            weight_decay=descent.decay,
+            lr=optimizer_config.rate,
+            weight_decay=optimizer_config.decay,
             foreach=False,
             fused=fused,
         )
@@ -130,15 +130,20 @@ class _Adam:
             )
 
 
-class Descender(_Adam):
+class CoefficientOptimizer(_Adam):
     """Coefficients on their way down: the table, and what AdamW remembers of its gradients."""
 
     def __init__(
-        self, start: torch.Tensor, steps: int, descent: Descent, *, scaled: bool = False
+        self,
+        start: torch.Tensor,
+        steps: int,
+        optimizer_config: OptimizerConfig,
+        *,
+        scaled: bool = False,
     ) -> None:
         self._start = start.clone()
         tensors = {"coefficients": start.clone()}
-        super().__init__(tensors, steps, descent, scaled=scaled, fused=False)
+        super().__init__(tensors, steps, optimizer_config, scaled=scaled, fused=False)
         self.coefficients = self._leaves["coefficients"]
 
     @property
@@ -169,18 +174,18 @@ class Descender(_Adam):
         return {name: tensor.clone() for name, tensor in super().state().items()}
 
 
-class WeightDescender(_Adam):
+class WeightOptimizer(_Adam):
     """Weights on their way down, in the very tensors that they are given in."""
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         steps: int,
-        descent: Descent,
+        optimizer_config: OptimizerConfig,
         *,
         scaled: bool = False,
     ) -> None:
-        super().__init__(tensors, steps, descent, scaled=scaled, fused=True)
+        super().__init__(tensors, steps, optimizer_config, scaled=scaled, fused=True)
 
     @property
     def values(self) -> Mapping[str, torch.Tensor]:
@@ -201,15 +206,15 @@ _MOMENTUM = 0.9
 _TINY = 1e-12
 
 
-class SharpDescender:
+class SharpnessAwareOptimizer:
     """Coefficients that take two gradients per step.
 
     The first, g, moves them up to w + radius * g / |g|; along the second, taken there, SGD with
     momentum steps from w. Where a gradient is zero, since nothing was selected, nothing moves.
     """
 
-    def __init__(self, start: torch.Tensor, steps: int, descent: Descent) -> None:
-        self._start, self._steps, self._descent = start.clone(), steps, descent
+    def __init__(self, start: torch.Tensor, steps: int, optimizer_config: OptimizerConfig) -> None:
+        self._start, self._steps, self._descent = start.clone(), steps, optimizer_config
         self.coefficients = start.clone()
         self.scaler = torch.amp.GradScaler(start.device.type, enabled=False)
         self.number = 0

@@ -155,7 +155,7 @@ def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredStack:
     """A range of some vectors of a stack, flat and as they are kept: T = scales * vectors.
 
     `places` tells which rows of T they are; scales are (rows of the range, vectors).
@@ -166,14 +166,14 @@ class _Stored:
     scales: torch.Tensor | None = None
 
 
-def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) -> list[_Stored]:
+def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) -> list[_StoredStack]:
     """A range of a stack, those of one storage together; empty if it has to be expanded first."""
     if span[0] == span[1]:
         return []
     match stack:
         case DenseStack(members, values):
             every = list(range(len(members)))
-            found = [_Stored(every, values[:, slice(*span)].unbind())]
+            found = [_StoredStack(every, values[:, slice(*span)].unbind())]
         case QuantisedStack(members, codes, scales):
             found = [_quantised(list(range(len(members))), list(codes), list(scales), span)]
         case MappedStack(_, blocks):
@@ -181,7 +181,7 @@ def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) ->
     return found if all(kernels.ready(some.vectors) for some in found) else []
 
 
-def _kinds_of(blocks: Sequence[Dense | Quantised], span: Range) -> Iterator[_Stored]:
+def _kinds_of(blocks: Sequence[Dense | Quantised], span: Range) -> Iterator[_StoredStack]:
     kinds: dict[Any, list[int]] = {}
     for place, block in enumerate(blocks):
         kinds.setdefault(_kind(block), []).append(place)
@@ -191,17 +191,17 @@ def _kinds_of(blocks: Sequence[Dense | Quantised], span: Range) -> Iterator[_Sto
             codes = [block.values.reshape(len(block.scales), -1) for block in eight]
             yield _quantised(places, codes, [block.scales for block in eight], span)
         else:
-            yield _Stored(places, [blocks[p].values.reshape(-1)[slice(*span)] for p in places])
+            yield _StoredStack(places, [blocks[p].values.reshape(-1)[slice(*span)] for p in places])
 
 
 def _quantised(
     places: list[int], codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], span: Range
-) -> _Stored:
+) -> _StoredStack:
     """Codes are (rows, columns), scales (rows); a range has whole rows, or is of a single one."""
     count, columns = codes[0].shape
     rows = slice(span[0] // columns, span[1] // columns) if count > 1 else slice(None)
     vectors = [code.reshape(-1)[slice(*span)] for code in codes]
-    return _Stored(places, vectors, torch.stack([scale[rows] for scale in scales], dim=1))
+    return _StoredStack(places, vectors, torch.stack([scale[rows] for scale in scales], dim=1))
 
 
 def _tiles(

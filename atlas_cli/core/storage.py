@@ -28,7 +28,7 @@ class Quantised:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """up @ down in the rows from `start` on. Shapes: up (rows, rank), down (rank, columns)."""
 
     start: int
@@ -44,7 +44,7 @@ class Factors:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
 
 
 Block = Dense | Quantised | Factors
@@ -119,7 +119,7 @@ def factorise(
     root = squares[:rank].clamp(min=max(1e-24 * squares[0].item(), 1e-300)) ** 0.25
     up, down = tall @ basis[:, :rank] / root, (basis[:, :rank] * root).T
     up, down = (up, down) if tall is matrix else (down.T, up.T)
-    part = Part(0, up.float().contiguous(), down.float().contiguous())
+    part = BlockPart(0, up.float().contiguous(), down.float().contiguous())
     return Factors(tuple(values.shape), (part,))
 
 
@@ -146,7 +146,7 @@ def encode(exact: Block, form: Form) -> Block:
 def _cast(block: Dense | Factors, dtype: torch.dtype) -> Dense | Factors:
     if isinstance(block, Dense):
         return Dense(block.values.to(dtype))
-    parts = (Part(part.start, part.up.to(dtype), part.down.to(dtype)) for part in block.parts)
+    parts = (BlockPart(part.start, part.up.to(dtype), part.down.to(dtype)) for part in block.parts)
     return Factors(block.shape, tuple(parts))
 
 
@@ -155,7 +155,7 @@ def scaled(block: Block, scale: float) -> Block:
     if scale == 1.0:
         return block
     if isinstance(block, Factors):
-        parts = (Part(part.start, part.up.float() * scale, part.down) for part in block.parts)
+        parts = (BlockPart(part.start, part.up.float() * scale, part.down) for part in block.parts)
         return Factors(block.shape, tuple(parts))
     return Dense(decode(block) * scale)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.files import whole_file
 from atlas_cli.io.pickles import open_pickle
-from atlas_cli.io.tensors import LazyTensor, Place
+from atlas_cli.io.tensors import FileSpan, LazyTensor
 
 _DTYPES = {
     "F64": torch.float64,
@@ -61,7 +61,7 @@ class _Stored:
     """A tensor in a file."""
 
     path: Path
-    place: Place
+    place: FileSpan
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -114,7 +114,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
         shape = tuple(entry["shape"])
-        place = Place(os.fsencode(path), stamp, start + entry["data_offsets"][0])
+        place = FileSpan(os.fsencode(path), stamp, start + entry["data_offsets"][0])
         stored = _Stored(path, place, shape, dtype)
         tensors[name] = LazyTensor(shape, dtype, stored.read, stored.read_part, place)
     return tensors

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Place:
+class FileSpan:
     """Where a file keeps the bytes of a tensor. `stamp` tells whether it is still that file."""
 
     path: bytes
@@ -28,7 +28,7 @@ class LazyTensor:
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     part: Callable[[int, int], torch.Tensor] | None = None
-    place: Place | None = None
+    place: FileSpan | None = None
 
     def span(self, start: int, stop: int) -> torch.Tensor:
         """The elements from `start` to `stop`, flat. Without `part` the whole tensor is read."""

@@ -9,14 +9,14 @@ import torch
 
 from atlas_cli.core.losses import cross_entropy, entropy
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.learning.batches import Score, Stream, predict
-from atlas_cli.learning.labelled import Joint
-from atlas_cli.learning.selection import Check, Stage, stages
+from atlas_cli.learning.batches import TaskData, TaskScore, predict
+from atlas_cli.learning.labelled import LabelledObjective
+from atlas_cli.learning.selection import Fold, Score, folds_for
 from atlas_cli.learning.setup import Setting, own_vector, training_of
 from atlas_cli.recipes.learning import AddRecipe, parse_clamp, parse_individual
 
 
-def add(setting: Setting) -> tuple[Joint, list[Stage]]:
+def add(setting: Setting) -> tuple[LabelledObjective, list[Fold]]:
     """The sum over tasks of cross-entropy or, without labels, of entropy."""
     recipe: AddRecipe = setting.inputs.recipe
     loss = cross_entropy if recipe.objective == "labels" else entropy
@@ -26,9 +26,9 @@ def add(setting: Setting) -> tuple[Joint, list[Stage]]:
     own = own_tables(setting)
     given = dict(filter(None, map(parse_individual, recipe.individual)))
     known = [given.get(dataset.name) for dataset in setting.inputs.datasets]
-    material = Joint(
+    objective = LabelledObjective(
         setting.tower,
-        tuple(Stream(pixels, head, loss, share) for pixels, head in pairs),
+        tuple(TaskData(pixels, head, loss, share) for pixels, head in pairs),
         training_of(recipe, parse_clamp(recipe.clamp) if recipe.clamp else None),
         partial(combine, known),
         start,
@@ -37,7 +37,7 @@ def add(setting: Setting) -> tuple[Joint, list[Stage]]:
         scaled=setting.scaled,
     )
     select = "blind" if recipe.objective == "entropy" else recipe.select
-    return material, stages(select, setting.tasks, recipe.seed)
+    return objective, folds_for(select, setting.tasks, recipe.seed)
 
 
 def own_tables(setting: Setting) -> list[torch.Tensor | None]:
@@ -53,8 +53,8 @@ def own_tables(setting: Setting) -> list[torch.Tensor | None]:
 
 
 def combine(
-    known: Sequence[float | None], scores: Sequence[Score], individual: Sequence[Score]
-) -> Check:
+    known: Sequence[float | None], scores: Sequence[TaskScore], individual: Sequence[TaskScore]
+) -> Score:
     """The higher the mean accuracy, each relative to the task's own model, the better.
 
     `known` are accuracies of fine-tuned models that were given; else a task's own model is the
@@ -65,7 +65,7 @@ def combine(
     relative = sum(s.accuracy / top for s, top in zip(scores, ceilings, strict=True)) / count
     accuracy = sum(score.accuracy for score in scores) / count
     gain = sum(score.gain for score in scores) / count
-    return Check((relative, gain), {"accuracy": accuracy, "normalised": relative})
+    return Score((relative, gain), {"accuracy": accuracy, "normalised": relative})
 
 
 def disentanglement(

@@ -11,8 +11,8 @@ import torch
 from atlas_cli.core.storage import decode
 from atlas_cli.learning.add import own_tables
 from atlas_cli.learning.batches import score
-from atlas_cli.learning.selection import choose, stages
-from atlas_cli.learning.setup import Prepared, Setting
+from atlas_cli.learning.selection import folds_for, search_tables
+from atlas_cli.learning.setup import PreparedRun, Setting
 from atlas_cli.merge_methods.method import Values, tile_of
 from atlas_cli.merge_methods.registry import METHODS as FORMULAS
 from atlas_cli.recipes.learning import parse_individual
@@ -34,7 +34,7 @@ _USUAL: dict[str, dict[str, float]] = {
 
 
 def contest(
-    ready: Prepared,
+    ready: PreparedRun,
     coefficients: torch.Tensor,
     scales: Iterable[torch.Tensor],
     merges: Sequence[str],
@@ -43,15 +43,15 @@ def contest(
 
     Nothing is searched if there are no scales.
     """
-    setting, material = ready.setting, ready.material
+    setting, objective = ready.setting, ready.objective
     recipe = ready.inputs.recipe
-    (whole,) = stages("same", setting.tasks, recipe.seed)
+    (whole,) = folds_for("same", setting.tasks, recipe.seed)
     tables = {"zero-shot": setting.table()}
     if recipe.method == "search":
         tables["search"] = coefficients
     else:
         if searched := list(scales):
-            tables["search"] = choose(material, whole, searched).coefficients
+            tables["search"] = search_tables(objective, whole, searched).coefficients
         tables[recipe.method] = coefficients
     found = {name: _accuracies(setting, table) for name, table in tables.items()}
     for text in merges:
@@ -60,7 +60,7 @@ def contest(
     return found
 
 
-def individual(ready: Prepared) -> list[float | None]:
+def individual(ready: PreparedRun) -> list[float | None]:
     """The accuracy of each task's own model: as given, or base + its own vector; else None."""
     setting, recipe = ready.setting, ready.inputs.recipe
     given = dict(filter(None, map(parse_individual, recipe.individual)))
@@ -115,7 +115,7 @@ def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, 
             depths[name],
         )
         tile = tile_of(name, 0, tuple(base.shape), base, models)
-        survey = formula.survey(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
+        survey = formula.statistics(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
         found[name] = formula.apply(tile, values, survey).reshape(base.shape)
     return found
 

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 
 from atlas_cli.core.augment import MILD
 from atlas_cli.core.losses import Loss, cross_entropy, logits_of
-from atlas_cli.core.optimizers import Descent
+from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.learning.loop import Steady, generator_of
-from atlas_cli.models.composed import LossOf, Runner
+from atlas_cli.learning.loop import StatelessData, generator_of
+from atlas_cli.models.composed import FunctionalModel, LossOf
 
 _CHECKED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingConfig:
     """How images are shown: passes over them, or steps if those are given, and how many at once."""
 
     epochs: int = 10
@@ -29,12 +29,12 @@ class Training:
     min_steps: int = 10
     augment: str = "flip"
     seed: int = 0
-    descent: Descent = field(default_factory=Descent)
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int | None = None
 
 
 @dataclass(frozen=True)
-class Stream:
+class TaskData:
     """The images of one task, its frozen head, its loss, and its share of a batch."""
 
     pixels: Pixels
@@ -43,14 +43,17 @@ class Stream:
     share: float = 1.0
 
 
-class Streams(Steady):
+class LabelledData(StatelessData):
     """The sum of the streams' losses. Every batch has images of each; short streams come again.
 
     An epoch is one pass over the stream that takes longest.
     """
 
     def __init__(
-        self, streams: Sequence[Stream], indices: Sequence[Sequence[int]], training: Training
+        self,
+        streams: Sequence[TaskData],
+        indices: Sequence[Sequence[int]],
+        training: TrainingConfig,
     ) -> None:
         self._streams, self._training = tuple(streams), training
         self._labels = [stream.pixels.labels for stream in streams]
@@ -68,13 +71,13 @@ class Streams(Steady):
             longest = passes[number] == self.epoch_steps
             count = shown[number] if longest else self.epoch_steps * size
             what = (number,) if number else ()
-            self._decks.append(Deck(list(some), size, count, training.seed, what))
+            self._decks.append(Sampler(list(some), size, count, training.seed, what))
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
         self._hits = self._seen = 0
         epoch, place = divmod(step, self.epoch_steps)
-        chosen = [deck.hand(epoch, place) for deck in self._decks]
+        chosen = [sampler.hand(epoch, place) for sampler in self._decks]
         random = generator_of(self._training.seed, "crops", step)
         sizes = [math.ceil(len(hand) / self._training.accumulate) for hand in chosen]
         parts = max(math.ceil(len(h) / size) for h, size in zip(chosen, sizes, strict=True))
@@ -127,7 +130,7 @@ def show(
     return pixels.cropped(some, random, mirror=augment == "flip")
 
 
-class Deck:
+class Sampler:
     """Images that are shuffled anew for every epoch and dealt in hands of one size."""
 
     def __init__(
@@ -154,20 +157,22 @@ class Deck:
 
 
 @dataclass(frozen=True, order=True)
-class Score:
+class TaskScore:
     """How well the images of a task were classified; ordered from worse to better."""
 
     accuracy: float
     gain: float  # minus the mean cross-entropy
 
 
-def score(tower: Runner, pixels: Pixels, indices: Sequence[int], head: torch.Tensor) -> Score:
+def score(
+    tower: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+) -> TaskScore:
     """Classify images as evaluation would, with the coefficients that the tower has loaded."""
     logits = predict(tower, pixels, indices, head)
     labels = pixels.labels[list(indices)]
     finite = bool(logits.isfinite().all())
     loss = F.cross_entropy(logits.double(), labels).item() if finite else math.inf
-    return Score(hits(logits, labels).sum().item() / len(labels), -loss)
+    return TaskScore(hits(logits, labels).sum().item() / len(labels), -loss)
 
 
 def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -179,7 +184,7 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def predict(
-    tower: Runner, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    tower: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
 ) -> torch.Tensor:
     """The logits of images as evaluation sees them, (images, classes)."""
     found = []

@@ -36,7 +36,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Score:
+class ModelScore:
     """A model on a dataset; fractions, not percent. `delta` and `p_value` are against the first."""
 
     model: str
@@ -132,13 +132,15 @@ def _rows(dataset: Dataset, indices: list[int], logits: torch.Tensor) -> Iterato
         yield Prediction(sample.key, label, tuple(ranked[row]), best)
 
 
-def score(model: str, dataset: Dataset, predictions: Sequence[Prediction], skipped: int) -> Score:
+def score(
+    model: str, dataset: Dataset, predictions: Sequence[Prediction], skipped: int
+) -> ModelScore:
     """The accuracies of one model on one dataset."""
     correct = [prediction.correct for prediction in predictions]
     hits, images = sum(correct), len(correct)
     low, high = wilson(hits, images)
     in_five = sum(prediction.label in prediction.ranked for prediction in predictions)
-    return Score(
+    return ModelScore(
         model=model,
         data=dataset.name,
         split=dataset.split,
@@ -162,7 +164,7 @@ def compare(ours: Sequence[Prediction], first: Sequence[Prediction]) -> tuple[fl
 class Evaluation:
     """One model on one dataset: the scores, and the prediction for every image."""
 
-    score: Score
+    score: ModelScore
     predictions: Sequence[Prediction]
     provenance: dict[str, object]
 

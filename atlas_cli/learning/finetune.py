@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.optimizers import Descent, WeightDescender
+from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import AtlasError, CheckpointError
-from atlas_cli.learning.batches import Stream, Streams, Training, score
+from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, score
 from atlas_cli.learning.loop import Step, descend
-from atlas_cli.learning.run_folder import Saved, below
+from atlas_cli.learning.run_folder import SavedRun, below
 from atlas_cli.learning.selection import hold_out
 from atlas_cli.learning.setup import Inputs, config_of
 from atlas_cli.models.clip import Clip, open_model
-from atlas_cli.models.composed import Crew, crew_for
+from atlas_cli.models.composed import ThreadPool, thread_pool_for
 from atlas_cli.models.folders import whole_folder, write_model
 from atlas_cli.models.trainable import (
     ALPHA,
-    LoraTower,
-    TunedTower,
+    LoraModel,
+    TrainableModel,
     checkpoint_activations,
     names_of,
     start_factors,
@@ -43,7 +43,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class FinetuneCheckpoint:
     """Where fine-tuning stands after a step.
 
     `accuracies` are those on images held out: zero-shot first, then after every epoch. `kept` are
@@ -59,17 +59,17 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Finetuning:
+class FinetuneTrainer:
     """A tower, the images it is trained on, and those that tell how well it does."""
 
     inputs: Inputs
     clip: Clip
-    tower: TunedTower | LoraTower
-    problem: Streams
+    tower: TrainableModel | LoraModel
+    problem: LabelledData
     head: torch.Tensor
     judge: Pixels
     judged_by: tuple[int, ...]
-    descent: Descent
+    optimizer_config: OptimizerConfig
 
     @property
     def recipe(self) -> FinetuneRecipe:
@@ -95,29 +95,31 @@ class Finetuning:
         """How many of the images held out are classified rightly."""
         return score(self.tower, self.judge, self.judged_by, self.head).accuracy
 
-    def begin(self) -> Moment:
+    def begin(self) -> FinetuneCheckpoint:
         """Before the first step: zero-shot."""
         self.tower.load(self.tower.values)
-        return Moment(None, (self.accuracy(),) if self.judged_by else ())
+        return FinetuneCheckpoint(None, (self.accuracy(),) if self.judged_by else ())
 
-    def learn(self, moment: Moment) -> Iterator[Moment]:
+    def learn(self, checkpoint: FinetuneCheckpoint) -> Iterator[FinetuneCheckpoint]:
         """Take the steps that remain and yield after each."""
-        if moment.over:
+        if checkpoint.over:
             return
         scaled = self.clip.device.type == "cuda"
-        walker = WeightDescender(self.tower.values, self.steps, self.descent, scaled=scaled)
-        if moment.state:
-            walker.restore(moment.state)
-        accuracies, kept = moment.accuracies, moment.kept
-        for step in descend(self.tower, walker, self.problem):
+        optimizer = WeightOptimizer(
+            self.tower.values, self.steps, self.optimizer_config, scaled=scaled
+        )
+        if checkpoint.state:
+            optimizer.restore(checkpoint.state)
+        accuracies, kept = checkpoint.accuracies, checkpoint.kept
+        for step in descend(self.tower, optimizer, self.problem):
             over = step.number == self.steps
             if over or step.number % self.problem.epoch_steps == 0:
-                accuracies, kept = self._after_epoch(walker.values, accuracies, kept)
+                accuracies, kept = self._after_epoch(optimizer.values, accuracies, kept)
             if over:
-                result = kept or walker.values
-                yield Moment(step, accuracies, over, result)
+                result = kept or optimizer.values
+                yield FinetuneCheckpoint(step, accuracies, over, result)
             else:
-                yield Moment(step, accuracies, over, kept, walker.state())
+                yield FinetuneCheckpoint(step, accuracies, over, kept, optimizer.state())
 
     def _after_epoch(
         self, values: Weights, accuracies: tuple[float, ...], kept: Weights
@@ -131,30 +133,32 @@ class Finetuning:
             kept = {name: tensor.cpu().clone() for name, tensor in values.items()}
         return (*accuracies, found), kept
 
-    def step_of(self, moment: Moment) -> Step:
+    def step_of(self, checkpoint: FinetuneCheckpoint) -> Step:
         """The last step."""
-        assert moment.step is not None
-        return moment.step
+        assert checkpoint.step is not None
+        return checkpoint.step
 
-    def is_over(self, moment: Moment) -> bool:
+    def is_over(self, checkpoint: FinetuneCheckpoint) -> bool:
         """Whether all steps were taken."""
-        return moment.over
+        return checkpoint.over
 
-    def row(self, moment: Moment) -> dict[str, object]:
+    def row(self, checkpoint: FinetuneCheckpoint) -> dict[str, object]:
         """One line of metrics.jsonl; after an epoch also with the accuracy on images held out."""
-        step = self.step_of(moment)
-        ends = moment.over or step.number % self.problem.epoch_steps == 0
-        judged = {"val_accuracy": moment.accuracies[-1]} if ends and self.judged_by else {}
+        step = self.step_of(checkpoint)
+        ends = checkpoint.over or step.number % self.problem.epoch_steps == 0
+        judged = {"val_accuracy": checkpoint.accuracies[-1]} if ends and self.judged_by else {}
         return {**dataclasses.asdict(step), **judged}
 
-    def to_saved(self, moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    def to_saved(
+        self, checkpoint: FinetuneCheckpoint
+    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """What a run's folder keeps of a moment."""
-        tensors = {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
-        tensors |= {f"{_KEPT}{name}": tensor for name, tensor in moment.kept.items()}
-        step = dataclasses.asdict(moment.step) if moment.step else None
-        return tensors, {"step": step, "accuracies": moment.accuracies, "over": moment.over}
+        tensors = {f"{_STATE}{name}": tensor for name, tensor in checkpoint.state.items()}
+        tensors |= {f"{_KEPT}{name}": tensor for name, tensor in checkpoint.kept.items()}
+        step = dataclasses.asdict(checkpoint.step) if checkpoint.step else None
+        return tensors, {"step": step, "accuracies": checkpoint.accuracies, "over": checkpoint.over}
 
-    def from_saved(self, saved: Saved) -> Moment:
+    def from_saved(self, saved: SavedRun) -> FinetuneCheckpoint:
         """The moment that was saved."""
         facts, tensors = saved.facts, saved.tensors
         try:
@@ -162,21 +166,23 @@ class Finetuning:
             accuracies, over = tuple(facts["accuracies"]), facts["over"]
         except (KeyError, TypeError) as problem:
             raise CheckpointError(f"{saved.path}: is not the state of a run") from problem
-        return Moment(step, accuracies, over, below(_KEPT, tensors), below(_STATE, tensors))
+        return FinetuneCheckpoint(
+            step, accuracies, over, below(_KEPT, tensors), below(_STATE, tensors)
+        )
 
-    def write(self, moment: Moment, model: Path, adapter: Path) -> None:
+    def write(self, checkpoint: FinetuneCheckpoint, model: Path, adapter: Path) -> None:
         """Write the model of a moment at the end and, if factors were trained, their adapter."""
-        if not all(tensor.isfinite().all() for tensor in moment.kept.values()):
+        if not all(tensor.isfinite().all() for tensor in checkpoint.kept.values()):
             raise AtlasError("the weights are no longer finite; a lower learning rate may help")
         rank = self.recipe.lora
         if rank is not None:
             with whole_folder(adapter) as temporary:
-                write_adapter(self.clip.module, rank, moment.kept, temporary)
-        write_model(self.clip, self.tower.load(moment.kept), model)
+                write_adapter(self.clip.module, rank, checkpoint.kept, temporary)
+        write_model(self.clip, self.tower.load(checkpoint.kept), model)
 
 
 @contextmanager
-def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[Finetuning]:
+def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[FinetuneTrainer]:
     """Open a model and the images of one task, and make the tower ready to be trained."""
     recipe: FinetuneRecipe = inputs.recipe
     (dataset,) = inputs.datasets
@@ -193,32 +199,40 @@ def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[Finetuning
         judge, judged_by = shown, hold_out(shown, recipe.seed)
         train = tuple(index for index in train if index not in set(judged_by))
     training = training_of(recipe, task_name(dataset))
-    problem = Streams([Stream(shown, head)], [train], training)
-    descent = dataclasses.replace(training.descent, warmup=warmup_of(recipe, problem.steps))
+    problem = LabelledData([TaskData(shown, head)], [train], training)
+    optimizer_config = dataclasses.replace(
+        training.optimizer_config, warmup=warmup_of(recipe, problem.steps)
+    )
     if recipe.checkpoint_activations:
         checkpoint_activations(module)
-    with crew_for(module, inputs.threads) as crew:
-        tower = tower_of(clip, recipe, crew)
-        yield Finetuning(inputs, clip, tower, problem, head, judge, judged_by, descent)
+    with thread_pool_for(module, inputs.threads) as thread_pool:
+        tower = tower_of(clip, recipe, thread_pool)
+        yield FinetuneTrainer(
+            inputs, clip, tower, problem, head, judge, judged_by, optimizer_config
+        )
 
 
-def tower_of(clip: Clip, recipe: FinetuneRecipe, crew: Crew | None) -> TunedTower | LoraTower:
+def tower_of(
+    clip: Clip, recipe: FinetuneRecipe, thread_pool: ThreadPool | None
+) -> TrainableModel | LoraModel:
     """The image tower with what is trained in it."""
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     if recipe.lora is not None:
         factors, pairs = start_factors(clip.module, recipe.lora, recipe.seed)
         scale = ALPHA / recipe.lora
-        return LoraTower(module, factors, pairs, scale, prefix=_PREFIX, crew=crew)
+        return LoraModel(module, factors, pairs, scale, prefix=_PREFIX, thread_pool=thread_pool)
     names = names_of(module, recipe.tune)
-    return TunedTower(module, names, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
+    return TrainableModel(
+        module, names, prefix=_PREFIX, thread_pool=thread_pool, linear=recipe.linearised
+    )
 
 
-def training_of(recipe: FinetuneRecipe, task: str) -> Training:
+def training_of(recipe: FinetuneRecipe, task: str) -> TrainingConfig:
     """How a recipe wants images shown and weights moved."""
-    descent = Descent(
+    optimizer_config = OptimizerConfig(
         rate=recipe.lr, decay=recipe.weight_decay, clip=recipe.clip, schedule=recipe.schedule
     )
-    return Training(
+    return TrainingConfig(
         epochs=epochs_of(recipe, task),
         steps=recipe.steps,
         batch_size=recipe.batch_size,
@@ -226,5 +240,5 @@ def training_of(recipe: FinetuneRecipe, task: str) -> Training:
         min_steps=1,
         augment=recipe.augment,
         seed=recipe.seed,
-        descent=descent,
+        optimizer_config=optimizer_config,
     )

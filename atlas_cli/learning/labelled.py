@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.learning.batches import Score, Stream, Streams, Training, score
-from atlas_cli.learning.selection import Check, Stage
-from atlas_cli.models.composed import Tower
+from atlas_cli.learning.batches import LabelledData, TaskData, TaskScore, TrainingConfig, score
+from atlas_cli.learning.selection import Fold, Score
+from atlas_cli.models.composed import ComposedModel
 
-Rule = Callable[[Sequence[Score], Sequence[Score]], Check]
+Rule = Callable[[Sequence[TaskScore], Sequence[TaskScore]], Score]
 
 
 @dataclass(frozen=True)
-class Joint:
+class LabelledObjective:
     """Streams of images that are learned from together.
 
     `rule` makes one check of the scores of all streams and of those they are compared with, which
@@ -24,48 +24,48 @@ class Joint:
     select on, if any, as many as there are streams.
     """
 
-    tower: Tower
-    streams: tuple[Stream, ...]
-    training: Training
+    tower: ComposedModel
+    streams: tuple[TaskData, ...]
+    training: TrainingConfig
     rule: Rule
     start: torch.Tensor
     references: tuple[torch.Tensor, ...] = ()
     judges: tuple[Pixels, ...] = ()
     scaled: bool = False
-    retreat: tuple[float, ...] = ()
-    _known: dict[str, tuple[Score, ...]] = field(default_factory=dict, repr=False)
+    backtrack: tuple[float, ...] = ()
+    _known: dict[str, tuple[TaskScore, ...]] = field(default_factory=dict, repr=False)
 
-    def is_judged(self, stage: Stage) -> bool:
+    def is_judged(self, fold: Fold) -> bool:
         """Whether any images judge a stage."""
-        return bool(stage.judged_by or self.judges)
+        return bool(fold.judged_by or self.judges)
 
-    def judge(self, stage: Stage, coefficients: torch.Tensor) -> Check:
+    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
         """Classify the images that judge a stage."""
-        return self.rule(self.scores(stage, coefficients), self.reference(stage))
+        return self.rule(self.scores(fold, coefficients), self.reference(fold))
 
-    def scores(self, stage: Stage, coefficients: torch.Tensor) -> tuple[Score, ...]:
+    def scores(self, fold: Fold, coefficients: torch.Tensor) -> tuple[TaskScore, ...]:
         """How well the images of every stream are classified."""
         self.tower.load(coefficients)
-        return tuple(self._score(stage, number) for number in range(len(self.streams)))
+        return tuple(self._score(fold, number) for number in range(len(self.streams)))
 
-    def reference(self, stage: Stage) -> tuple[Score, ...]:
+    def reference(self, fold: Fold) -> tuple[TaskScore, ...]:
         """The scores that those of learned coefficients are compared with."""
-        if stage.name not in self._known and self.references:
+        if fold.name not in self._known and self.references:
             found = []
             for number, table in enumerate(self.references):
                 self.tower.load(table)
-                found.append(self._score(stage, number))
-            self._known[stage.name] = tuple(found)
-        return self._known.get(stage.name, ())
+                found.append(self._score(fold, number))
+            self._known[fold.name] = tuple(found)
+        return self._known.get(fold.name, ())
 
-    def _score(self, stage: Stage, number: int) -> Score:
+    def _score(self, fold: Fold, number: int) -> TaskScore:
         stream = self.streams[number]
-        pixels, indices = stream.pixels, stage.judged_by[number] if stage.judged_by else ()
+        pixels, indices = stream.pixels, fold.judged_by[number] if fold.judged_by else ()
         if self.judges:
             pixels = self.judges[number]
             indices = tuple(range(len(pixels.dataset.samples)))
         return score(self.tower, pixels, indices, stream.head)
 
-    def problem(self, stage: Stage) -> Streams:
+    def problem(self, fold: Fold) -> LabelledData:
         """What a stage learns."""
-        return Streams(self.streams, stage.train, self.training)
+        return LabelledData(self.streams, fold.train, self.training)

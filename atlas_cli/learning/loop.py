@@ -40,7 +40,7 @@ class Engine(Protocol[Values]):
         """The gradient of everything since the last call."""
 
 
-class Walker(Protocol[Values]):
+class Optimizer(Protocol[Values]):
     """Values on their way: AdamW's, or those that take two gradients per step."""
 
     number: int
@@ -73,7 +73,7 @@ class Walker(Protocol[Values]):
         """Go on from a state."""
 
 
-class Problem(Protocol):
+class TrainingData(Protocol):
     """What is to be learned: batches, each with the loss of its features."""
 
     epoch_steps: int
@@ -85,7 +85,7 @@ class Problem(Protocol):
     def accuracy(self) -> float:
         """The share of the last step's images that were classified rightly."""
 
-    def astray(self) -> bool:
+    def diverged(self) -> bool:
         """Whether the last step shows that learning must begin anew."""
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -95,10 +95,10 @@ class Problem(Protocol):
         """Go on from a state."""
 
 
-class Steady:
+class StatelessData:
     """A problem of which the number of a step tells all that comes next."""
 
-    def astray(self) -> bool:
+    def diverged(self) -> bool:
         """Never."""
         return False
 
@@ -110,40 +110,44 @@ class Steady:
         """Nothing to do."""
 
 
-def descend(engine: Engine[Values], walker: Walker[Values], problem: Problem) -> Iterator[Step]:
+def descend(
+    engine: Engine[Values], optimizer: Optimizer[Values], problem: TrainingData
+) -> Iterator[Step]:
     """Take the steps that remain and yield after each. The caller decides when to stop.
 
     Values are loaded once per gradient, however many parts its batch has. A batch without parts
     moves nothing.
     """
-    while walker.number < problem.steps:
-        number, rate = walker.number, walker.rate
-        while walker.number == number:
-            loss = _gradient_at(engine, walker, problem)
-        if problem.astray():
-            walker.reset()
+    while optimizer.number < problem.steps:
+        number, rate = optimizer.number, optimizer.rate
+        while optimizer.number == number:
+            loss = _gradient_at(engine, optimizer, problem)
+        if problem.diverged():
+            optimizer.reset()
         epoch = number // problem.epoch_steps + 1
         yield Step(number + 1, epoch, loss, problem.accuracy(), rate)
 
 
-def _gradient_at(engine: Engine[Values], walker: Walker[Values], problem: Problem) -> float:
+def _gradient_at(
+    engine: Engine[Values], optimizer: Optimizer[Values], problem: TrainingData
+) -> float:
     """Take one gradient where the values are, hand it on, and give the loss."""
-    scaler = walker.scaler
-    engine.load(walker.values)
+    scaler = optimizer.scaler
+    engine.load(optimizer.values)
     losses = [
         engine.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
-        for images, loss_of in problem.batches(walker.number)
+        for images, loss_of in problem.batches(optimizer.number)
     ]
     loss = sum(losses)
     if not math.isfinite(loss):
         raise AtlasError(
-            f"the loss became {loss} at step {walker.number + 1}; a lower learning rate may help "
-            f"(it is {walker.rate:g} there)"
+            f"the loss became {loss} at step {optimizer.number + 1}; a lower learning rate may "
+            f"help (it is {optimizer.rate:g} there)"
         )
     if losses:
-        walker.step(engine.gradient())
+        optimizer.step(engine.gradient())
     else:
-        walker.skip()
+        optimizer.skip()
     return loss
 
 

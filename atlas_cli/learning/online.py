@@ -13,7 +13,7 @@ from atlas_cli.core.unlabelled import objection
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import DataError
 from atlas_cli.learning.loop import descend
-from atlas_cli.learning.selection import walker_of
+from atlas_cli.learning.selection import make_optimizer
 from atlas_cli.learning.setup import Setting
 from atlas_cli.learning.tta import Adaptation, adaptation_of
 from atlas_cli.learning.unlabelled import Unsupervised, problem_of
@@ -31,7 +31,7 @@ class _Onward:
         self._problem, self._first = problem, first
         self.epoch_steps = problem.epoch_steps
         self.steps = first + problem.epoch_steps
-        self.accuracy, self.astray = problem.accuracy, problem.astray
+        self.accuracy, self.diverged = problem.accuracy, problem.diverged
         self.state, self.restore = problem.state, problem.restore
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
@@ -39,7 +39,7 @@ class _Onward:
         return self._problem.batches(step - self._first)
 
 
-class Stream:
+class OnlineAdapter:
     """Coefficients on their way through a stream of images.
 
     Once `batch_size` images were predicted, they are learned from in one pass, and let go. Before
@@ -52,7 +52,7 @@ class Stream:
         inputs = dataclasses.replace(setting.inputs, recipe=once)
         self._setting, self._said = dataclasses.replace(setting, inputs=inputs), said
         self._pixels = self._no_images()
-        self._walker = walker_of(self._material(), _ENDLESS)
+        self._optimizer = make_optimizer(self._objective(), _ENDLESS)
         self._memory: dict[str, torch.Tensor] = {}  # of the problem before
         self.seen = self.learned_from = 0
 
@@ -61,13 +61,13 @@ class Stream:
         dataset = dataclasses.replace(empty.dataset, samples=(), root=Path())
         return Pixels(dataset, empty.view, _PIXELS, self._setting.clip.device)
 
-    def _material(self) -> Adaptation:
+    def _objective(self) -> Adaptation:
         return adaptation_of(self._setting, self._pixels)
 
     @property
     def coefficients(self) -> torch.Tensor:
         """The coefficients that the next image is predicted with."""
-        return self._walker.values
+        return self._optimizer.values
 
     def predict(self, path: str) -> torch.Tensor:
         """The probabilities of the classes of one more image. Raises DataError if it is broken."""
@@ -80,36 +80,38 @@ class Stream:
 
     def adapt(self) -> bool:
         """Learn from the images that wait, if there are enough; whether there were."""
-        material = self._material()
-        if material.count < self._setting.inputs.recipe.batch_size:
+        objective = self._objective()
+        if objective.count < self._setting.inputs.recipe.batch_size:
             return False
-        self._guard(material)
-        problem = problem_of(material)
+        self._guard(objective)
+        problem = problem_of(objective)
         if self._memory:
             problem.restore(self._memory)
-        for _ in descend(material.tower, self._walker, _Onward(problem, self._walker.number)):
+        for _ in descend(
+            objective.tower, self._optimizer, _Onward(problem, self._optimizer.number)
+        ):
             pass
         self._memory = problem.state()
-        self.learned_from += material.count
+        self.learned_from += objective.count
         self._pixels = self._no_images()
         return True
 
-    def _guard(self, material: Adaptation) -> None:
+    def _guard(self, objective: Adaptation) -> None:
         """Begin anew if zero-shot suits images better that nothing was learned from yet."""
-        if not (material.guarded and self.coefficients.any()):
+        if not (objective.guarded and self.coefficients.any()):
             return
-        zero = material.signs(torch.zeros_like(self.coefficients))
-        found = material.signs(self.coefficients)
+        zero = objective.signs(torch.zeros_like(self.coefficients))
+        found = objective.signs(self.coefficients)
         fault = objection(zero, found)
         if fault in _GRAVE or found.merit < zero.merit:
-            self._walker.reset()
+            self._optimizer.reset()
             self._said(f"{fault} after {self.seen} images: all coefficients are 0 again")
 
     # Going on after a stop --------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """All that going on depends on: named tensors, and the rest as JSON."""
-        tensors = {f"walker.{name}": tensor for name, tensor in self._walker.state().items()}
+        tensors = {f"walker.{name}": tensor for name, tensor in self._optimizer.state().items()}
         tensors |= {f"problem.{name}": tensor for name, tensor in self._memory.items()}
         waiting = [sample.key for sample in self._pixels.dataset.samples]
         facts = {"seen": self.seen, "learned_from": self.learned_from, "waiting": waiting}
@@ -121,7 +123,7 @@ class Stream:
         for name, tensor in tensors.items():
             part, _, key = name.partition(".")
             parts[part][key] = tensor
-        self._walker.restore(parts["walker"])
+        self._optimizer.restore(parts["walker"])
         self._memory = parts["problem"]
         self.seen, self.learned_from = int(str(facts["seen"])), int(str(facts["learned_from"]))
         waiting = facts["waiting"]

@@ -9,7 +9,7 @@ import torch
 
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import hits, predict
-from atlas_cli.learning.setup import Prepared
+from atlas_cli.learning.setup import PreparedRun
 
 
 class ClassAccuracy(TypedDict):
@@ -28,7 +28,7 @@ class TaskClasses(TypedDict):
     classes: dict[str, ClassAccuracy]
 
 
-def by_class(ready: Prepared, coefficients: torch.Tensor) -> list[TaskClasses]:
+def by_class(ready: PreparedRun, coefficients: torch.Tensor) -> list[TaskClasses]:
     """Zero-shot and with coefficients, for every class of every task that has images."""
     setting = ready.setting
     chosen = [_images(ready, task) for task in range(len(setting.tasks))]
@@ -47,23 +47,23 @@ def by_class(ready: Prepared, coefficients: torch.Tensor) -> list[TaskClasses]:
 _Chosen = tuple[Pixels, Sequence[int], str]
 
 
-def _images(ready: Prepared, task: int) -> _Chosen:
+def _images(ready: PreparedRun, task: int) -> _Chosen:
     """The images that judge a task; where only folds are judged, those that it learned from."""
     setting = ready.setting
     if setting.judges:
         pixels = setting.judges[task]
         count = len(pixels.dataset.samples)
         return pixels, range(count), f"{count} images of {pixels.dataset.name} to select on"
-    pixels, stage = setting.tasks[task], ready.plan[-1]
+    pixels, fold = setting.tasks[task], ready.plan[-1]
     everything = range(len(pixels.dataset.samples))
-    indices = stage.judged_by[task] if stage.judged_by else everything
-    held = set(indices).isdisjoint(stage.train[task])
+    indices = fold.judged_by[task] if fold.judged_by else everything
+    held = set(indices).isdisjoint(fold.train[task])
     words = "images held out" if held else "images that it learned from"
     return pixels, indices, f"{len(indices)} {words}"
 
 
 def _hits(
-    ready: Prepared, coefficients: torch.Tensor, chosen: Sequence[_Chosen]
+    ready: PreparedRun, coefficients: torch.Tensor, chosen: Sequence[_Chosen]
 ) -> list[torch.Tensor]:
     tower, heads = ready.setting.tower, ready.setting.heads
     tower.load(coefficients)

@@ -18,7 +18,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import write_text
 from atlas_cli.learning.loop import Step
-from atlas_cli.learning.selection import Check, Material, Moment, Stage, begin, learn
+from atlas_cli.learning.selection import Checkpoint, Fold, Objective, Score, begin, learn
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -32,7 +32,7 @@ _UNCHECKED = ("versions",)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """A run as it was last saved: named tensors, and the rest as JSON. `path` is its file."""
 
     tensors: dict[str, torch.Tensor]
@@ -41,7 +41,7 @@ class Saved:
 
 
 @dataclass
-class Run:
+class RunFolder:
     """A folder that is being written. Rows of metrics wait until the next save."""
 
     folder: Path
@@ -65,7 +65,7 @@ class Run:
             kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
 
-    def restore(self) -> Saved | None:
+    def restore(self) -> SavedRun | None:
         """The last save, with the rows of metrics that belong to it; None before the first."""
         path = self.folder / _STATE
         if not path.exists():
@@ -74,7 +74,7 @@ class Run:
         facts = _read_facts(path)
         self._cut(facts["rows"])
         tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
-        return Saved(tensors, facts, path)
+        return SavedRun(tensors, facts, path)
 
     def _cut(self, rows: int) -> None:
         """Drop rows that were written after the last save; they will come again."""
@@ -165,10 +165,10 @@ def trimmed_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run:
+def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> RunFolder:
     """Start a run, or go on with one that was started in the same way."""
     made = not folder.exists()
-    run = Run(folder, made)
+    run = RunFolder(folder, made)
     with _explained(folder):
         folder.mkdir(exist_ok=True)
         if resume and (folder / _CONFIG).exists():
@@ -227,70 +227,70 @@ _TRAINER_STATE = "state."
 
 
 @dataclass(frozen=True)
-class Descents:
+class CoefficientTrainer:
     """Coefficients that are learned in stages. `measure` is what is told of a step's images."""
 
-    material: Material
-    plan: Sequence[Stage]
+    objective: Objective
+    plan: Sequence[Fold]
     measure: str = "accuracy"
 
     @property
     def steps(self) -> int:
         """How many steps all stages have."""
-        return sum(self.material.problem(stage).steps for stage in self.plan)
+        return sum(self.objective.problem(fold).steps for fold in self.plan)
 
     @property
     def batch_size(self) -> int:
         """The images of a step."""
-        return self.material.training.batch_size
+        return self.objective.training.batch_size
 
-    def begin(self) -> Moment:
+    def begin(self) -> Checkpoint:
         """Before the first step."""
-        return begin(self.material, self.plan)
+        return begin(self.objective, self.plan)
 
-    def learn(self, moment: Moment) -> Iterator[Moment]:
+    def learn(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         """What comes after a moment, step by step."""
-        return learn(self.material, self.plan, moment)
+        return learn(self.objective, self.plan, checkpoint)
 
-    def step_of(self, moment: Moment) -> Step:
+    def step_of(self, checkpoint: Checkpoint) -> Step:
         """The last step."""
-        assert moment.step is not None
-        return moment.step
+        assert checkpoint.step is not None
+        return checkpoint.step
 
-    def is_over(self, moment: Moment) -> bool:
+    def is_over(self, checkpoint: Checkpoint) -> bool:
         """Whether all stages are done."""
-        return moment.stage == len(self.plan)
+        return checkpoint.fold == len(self.plan)
 
-    def row(self, moment: Moment) -> dict[str, object]:
+    def row(self, checkpoint: Checkpoint) -> dict[str, object]:
         """One line of metrics.jsonl."""
-        ended = not moment.state  # the moment is that of the next stage already
-        stage = self.plan[moment.stage - ended]
-        found = dataclasses.asdict(self.step_of(moment))
+        ended = not checkpoint.state  # the moment is that of the next stage already
+        fold = self.plan[checkpoint.fold - ended]
+        found = dataclasses.asdict(self.step_of(checkpoint))
         row = {self.measure if key == "accuracy" else key: found[key] for key in found}
-        return {"stage": stage.name, **row}
+        return {"stage": fold.name, **row}
 
-    def to_saved(self, moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    def to_saved(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """What a run's folder keeps of a moment."""
-        return to_saved(moment)
+        return to_saved(checkpoint)
 
-    def from_saved(self, saved: Saved) -> Moment:
+    def from_saved(self, saved: SavedRun) -> Checkpoint:
         """The moment that was saved."""
         return from_saved(saved)
 
 
-def to_saved(moment: Moment) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def to_saved(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """What a run's folder keeps of a moment."""
-    tensors = {"best": moment.best}
-    tensors |= {f"{_STATE}{name}": tensor for name, tensor in moment.state.items()}
+    tensors = {"best": checkpoint.best}
+    tensors |= {f"{_TRAINER_STATE}{name}": tensor for name, tensor in checkpoint.state.items()}
     checks = {
         name: [dataclasses.asdict(check) for check in found]
-        for name, found in moment.checks.items()
+        for name, found in checkpoint.checks.items()
     }
-    step = dataclasses.asdict(moment.step) if moment.step else None
-    return tensors, {"stage": moment.stage, "step": step, "checks": checks}
+    step = dataclasses.asdict(checkpoint.step) if checkpoint.step else None
+    return tensors, {"stage": checkpoint.fold, "step": step, "checks": checks}
 
 
-def from_saved(saved: Saved) -> Moment:
+def from_saved(saved: SavedRun) -> Checkpoint:
     """The moment that was saved. JSON keeps the 64 bits of a number."""
     try:
         return _moment(saved)
@@ -298,16 +298,16 @@ def from_saved(saved: Saved) -> Moment:
         raise CheckpointError(f"{saved.path}: is not the state of a run: {problem!r}") from problem
 
 
-def _check(rank: list[float], values: dict[str, float], valid: bool) -> Check:
-    return Check(tuple(rank), values, valid)
+def _check(rank: list[float], values: dict[str, float], valid: bool) -> Score:
+    return Score(tuple(rank), values, valid)
 
 
-def _moment(saved: Saved) -> Moment:
+def _moment(saved: SavedRun) -> Checkpoint:
     facts = saved.facts
     checks = {name: [_check(**kept) for kept in found] for name, found in facts["checks"].items()}
     state = below(_TRAINER_STATE, saved.tensors)
     step = Step(**facts["step"]) if facts["step"] else None
-    return Moment(facts["stage"], step, checks, saved.tensors["best"], state)
+    return Checkpoint(facts["stage"], step, checks, saved.tensors["best"], state)
 
 
 def below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from atlas_cli.core.optimizers import Descender, SharpDescender
+from atlas_cli.core.optimizers import CoefficientOptimizer, SharpnessAwareOptimizer
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.learning.batches import Training
-from atlas_cli.learning.loop import Problem, Step, Walker, descend, generator_of
-from atlas_cli.models.composed import Tower
+from atlas_cli.learning.batches import TrainingConfig
+from atlas_cli.learning.loop import Optimizer, Step, TrainingData, descend, generator_of
+from atlas_cli.models.composed import ComposedModel
 
 _HELD_OUT = 4  # one image in so many of a class
 _TENTH, _MOST = 0.1, 5000  # of all images, where there are many of them
@@ -23,7 +23,7 @@ Indices = tuple[tuple[int, ...], ...]  # of the images of every task
 
 
 @dataclass(frozen=True)
-class Stage:
+class Fold:
     """One descent: the images it learns from, those that judge it, and how often they do."""
 
     name: str
@@ -32,15 +32,15 @@ class Stage:
     every_epoch: bool
 
 
-def stages(select: str, tasks: Sequence[Pixels], seed: int) -> list[Stage]:
+def folds_for(select: str, tasks: Sequence[Pixels], seed: int) -> list[Fold]:
     """The descents that a way to select needs. Raises DataError if there are too few images."""
     everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
     if select == "val" or select.startswith("val:"):
-        return [Stage("val", everything, (), True)]
+        return [Fold("val", everything, (), True)]
     if select in ("last", "same"):
-        return [Stage("all", everything, everything, select == "same")]
+        return [Fold("all", everything, everything, select == "same")]
     if select == "blind":
-        return [Stage("all", everything, (), False)]
+        return [Fold("all", everything, (), False)]
     classes = [_by_class(pixels, seed) for pixels in tasks]
     for pixels, members in zip(tasks, classes, strict=True):
         if min(map(len, members)) < 2:
@@ -50,13 +50,13 @@ def stages(select: str, tasks: Sequence[Pixels], seed: int) -> list[Stage]:
             )
     if select == "holdout":
         held = [[i for some in each for i in some[: _held_of(some)]] for each in classes]
-        return [Stage("holdout", _rest(everything, held), _sorted(held), True)]
+        return [Fold("holdout", _rest(everything, held), _sorted(held), True)]
     folds = min(_FOLDS, min(len(some) for each in classes for some in each))
     found = []
     for fold in range(folds):
         held = [[i for some in each for i in some[fold::folds]] for each in classes]
-        found.append(Stage(f"fold {fold + 1}", _rest(everything, held), _sorted(held), True))
-    return [*found, Stage("all", everything, (), False)]
+        found.append(Fold(f"fold {fold + 1}", _rest(everything, held), _sorted(held), True))
+    return [*found, Fold("all", everything, (), False)]
 
 
 def hold_out(pixels: Pixels, seed: int) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def _by_class(pixels: Pixels, seed: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, order=True)
-class Check:
+class Score:
     """How good coefficients are, ordered by `rank` from worse to better.
 
     `values` are the numbers that people are told. Coefficients that are not `valid` break a rule
@@ -111,25 +111,25 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Checkpoint:
     """Where a run stands after a step: all that going on depends on, and the best so far."""
 
-    stage: int
+    fold: int
     step: Step | None
-    checks: dict[str, list[Check]]
+    checks: dict[str, list[Score]]
     best: torch.Tensor
     state: dict[str, torch.Tensor] = field(repr=False)
 
 
-class Material(Protocol):
+class Objective(Protocol):
     """All that learning works with. Coefficients descend from `start`; zero-shot is the floor."""
 
     @property
-    def tower(self) -> Tower:
+    def tower(self) -> ComposedModel:
         """The model that is composed."""
 
     @property
-    def training(self) -> Training:
+    def training(self) -> TrainingConfig:
         """How coefficients descend."""
 
     @property
@@ -137,120 +137,122 @@ class Material(Protocol):
         """The coefficients before the first step."""
 
     @property
-    def retreat(self) -> tuple[float, ...]:
+    def backtrack(self) -> tuple[float, ...]:
         """Shares of the last coefficients that are tried if no epoch is valid."""
 
     @property
     def scaled(self) -> bool:
         """Whether losses are scaled, as half precision needs."""
 
-    def is_judged(self, stage: Stage) -> bool:
+    def is_judged(self, fold: Fold) -> bool:
         """Whether there is anything to judge a stage by."""
 
-    def judge(self, stage: Stage, coefficients: torch.Tensor) -> Check:
+    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
         """How good coefficients are on what judges a stage."""
 
-    def problem(self, stage: Stage) -> Problem:
+    def problem(self, fold: Fold) -> TrainingData:
         """What a stage learns."""
 
 
-def begin(material: Material, plan: Sequence[Stage]) -> Moment:
+def begin(objective: Objective, plan: Sequence[Fold]) -> Checkpoint:
     """Before the first step: zero-shot, the floor of every stage that is judged."""
-    zero = torch.zeros_like(material.start)
-    judged = [stage for stage in plan if material.is_judged(stage)]
-    checks = {stage.name: [material.judge(stage, zero)] for stage in judged}
-    return Moment(0, None, checks, zero, {})
+    zero = torch.zeros_like(objective.start)
+    judged = [fold for fold in plan if objective.is_judged(fold)]
+    checks = {fold.name: [objective.judge(fold, zero)] for fold in judged}
+    return Checkpoint(0, None, checks, zero, {})
 
 
-def learn(material: Material, plan: Sequence[Stage], moment: Moment) -> Iterator[Moment]:
+def learn(
+    objective: Objective, plan: Sequence[Fold], checkpoint: Checkpoint
+) -> Iterator[Checkpoint]:
     """Go through the stages that remain and yield after every step. The last has the result."""
-    for number in range(moment.stage, len(plan)):
-        for found in _descend_stage(material, plan, number, moment):
-            moment = found
-            yield moment
+    for number in range(checkpoint.fold, len(plan)):
+        for found in _train_fold(objective, plan, number, checkpoint):
+            checkpoint = found
+            yield checkpoint
 
 
-def _descend_stage(
-    material: Material, plan: Sequence[Stage], number: int, moment: Moment
-) -> Iterator[Moment]:
-    stage, problem = plan[number], material.problem(plan[number])
-    descender = walker_of(material, problem.steps)
-    if moment.state:
-        descender.restore(moment.state)
-        problem.restore(moment.state)
+def _train_fold(
+    objective: Objective, plan: Sequence[Fold], number: int, checkpoint: Checkpoint
+) -> Iterator[Checkpoint]:
+    fold, problem = plan[number], objective.problem(plan[number])
+    optimizer = make_optimizer(objective, problem.steps)
+    if checkpoint.state:
+        optimizer.restore(checkpoint.state)
+        problem.restore(checkpoint.state)
     limit = problem.steps
     if len(plan) > 1 and number == len(plan) - 1:  # after the folds: as long as they did best
-        limit = _best_epoch(moment.checks) * problem.epoch_steps
-    if descender.number >= limit:
+        limit = _best_epoch(checkpoint.checks) * problem.epoch_steps
+    if optimizer.number >= limit:
         return
-    checks, best = dict(moment.checks), moment.best
-    for step in descend(material.tower, descender, problem):
+    checks, best = dict(checkpoint.checks), checkpoint.best
+    for step in descend(objective.tower, optimizer, problem):
         last = step.number == limit
-        ends = stage.every_epoch and step.number % problem.epoch_steps == 0
-        if stage.name in checks and (last or ends):
-            found = material.judge(stage, descender.values)
-            if len(plan) == 1 and found.valid and found > max(checks[stage.name]):
-                best = descender.values
-            checks = {**checks, stage.name: [*checks[stage.name], found]}
+        ends = fold.every_epoch and step.number % problem.epoch_steps == 0
+        if fold.name in checks and (last or ends):
+            found = objective.judge(fold, optimizer.values)
+            if len(plan) == 1 and found.valid and found > max(checks[fold.name]):
+                best = optimizer.values
+            checks = {**checks, fold.name: [*checks[fold.name], found]}
             if last and len(plan) == 1 and not best.any():
-                best, tried = _retreat(material, stage, descender.values)
-                checks = {**checks, stage.name: [*checks[stage.name], *tried]}
+                best, tried = _backtrack(objective, fold, optimizer.values)
+                checks = {**checks, fold.name: [*checks[fold.name], *tried]}
         elif last:
-            best = descender.values
-        state = {} if last else {**problem.state(), **descender.state()}
-        yield Moment(number + last, step, checks, best, state)
+            best = optimizer.values
+        state = {} if last else {**problem.state(), **optimizer.state()}
+        yield Checkpoint(number + last, step, checks, best, state)
         if last:
             return
 
 
-def _retreat(
-    material: Material, stage: Stage, last: torch.Tensor
-) -> tuple[torch.Tensor, list[Check]]:
+def _backtrack(
+    objective: Objective, fold: Fold, last: torch.Tensor
+) -> tuple[torch.Tensor, list[Score]]:
     """The best of the last coefficients scaled down, where no epoch was valid; zero if none is."""
-    tables = [share * last for share in material.retreat]
-    tried = [material.judge(stage, table) for table in tables]
+    tables = [share * last for share in objective.backtrack]
+    tried = [objective.judge(fold, table) for table in tables]
     valid = [number for number, check in enumerate(tried) if check.valid]
     if not valid:
         return torch.zeros_like(last), tried
     return tables[max(valid, key=lambda number: tried[number])], tried
 
 
-def walker_of(material: Material, steps: int) -> Walker[torch.Tensor]:
+def make_optimizer(objective: Objective, steps: int) -> Optimizer[torch.Tensor]:
     """Coefficients at their start, with the descent that is wanted."""
-    descent = material.training.descent
-    if descent.sharp:
-        return SharpDescender(material.start, steps, descent)
-    return Descender(material.start, steps, descent, scaled=material.scaled)
+    optimizer_config = objective.training.optimizer_config
+    if optimizer_config.sharp:
+        return SharpnessAwareOptimizer(objective.start, steps, optimizer_config)
+    return CoefficientOptimizer(objective.start, steps, optimizer_config, scaled=objective.scaled)
 
 
-def _means(checks: dict[str, list[Check]]) -> list[Check]:
+def _means(checks: dict[str, list[Score]]) -> list[Score]:
     """The checks of every epoch, averaged over the stages."""
     return [_mean(row) for row in zip(*checks.values(), strict=False)]
 
 
-def _mean(row: Sequence[Check]) -> Check:
+def _mean(row: Sequence[Score]) -> Score:
     rank = tuple(sum(parts) / len(row) for parts in zip(*(c.rank for c in row), strict=True))
     values = {key: sum(c.values[key] for c in row) / len(row) for key in row[0].values}
-    return Check(rank, values, all(check.valid for check in row))
+    return Score(rank, values, all(check.valid for check in row))
 
 
-def _best_epoch(checks: dict[str, list[Check]]) -> int:
+def _best_epoch(checks: dict[str, list[Score]]) -> int:
     """The number of epochs that did best on the folds; none if that was zero-shot."""
     means = _means(checks)
     return max(range(len(means)), key=lambda epoch: means[epoch])
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Selection:
     """The coefficients that were chosen, and the checks of zero-shot and of them, if any.
 
     `checks` are those of all that was to choose from, zero-shot first.
     """
 
     coefficients: torch.Tensor
-    before: Check | None
-    after: Check | None
-    checks: tuple[Check, ...] = ()
+    before: Score | None
+    after: Score | None
+    checks: tuple[Score, ...] = ()
 
     @property
     def improved(self) -> bool:
@@ -258,16 +260,18 @@ class Verdict:
         return bool(self.coefficients.any())
 
 
-def settle(material: Material, plan: Sequence[Stage], moment: Moment) -> Verdict:
+def select_coefficients(
+    objective: Objective, plan: Sequence[Fold], checkpoint: Checkpoint
+) -> Selection:
     """What a run comes to, finished or not; unfinished, the coefficients it had are judged."""
-    checks = dict(moment.checks)
-    best = moment.best
-    if len(plan) == 1 and moment.state and not plan[0].every_epoch:
-        current = material.training.descent.bounded(moment.state["coefficients"])
+    checks = dict(checkpoint.checks)
+    best = checkpoint.best
+    if len(plan) == 1 and checkpoint.state and not plan[0].every_epoch:
+        current = objective.training.optimizer_config.bounded(checkpoint.state["coefficients"])
         if not checks:
             best = current
         else:
-            found = material.judge(plan[0], current)
+            found = objective.judge(plan[0], current)
             if found.valid and found > checks[plan[0].name][0]:
                 best = current
             checks[plan[0].name] = [*checks[plan[0].name], found]
@@ -275,18 +279,18 @@ def settle(material: Material, plan: Sequence[Stage], moment: Moment) -> Verdict
         raise AtlasError("the coefficients are no longer finite; a lower learning rate may help")
     means = _means(checks)
     if not means:
-        return Verdict(best, None, None)
+        return Selection(best, None, None)
     after = max(check for check in means if check.valid) if best.any() else means[0]
-    return Verdict(best, means[0], after, tuple(means))
+    return Selection(best, means[0], after, tuple(means))
 
 
-def choose(material: Material, stage: Stage, tables: Iterable[torch.Tensor]) -> Verdict:
+def search_tables(objective: Objective, fold: Fold, tables: Iterable[torch.Tensor]) -> Selection:
     """The best of some tables by what judges a stage; zero if none of them is better."""
-    zero = torch.zeros_like(material.start)
-    before = material.judge(stage, zero)
+    zero = torch.zeros_like(objective.start)
+    before = objective.judge(fold, zero)
     best, after = zero, before
     for table in tables:
-        found = material.judge(stage, table)
+        found = objective.judge(fold, table)
         if found.valid and found > after:
             best, after = table, found
-    return Verdict(best, before, after)
+    return Selection(best, before, after)

@@ -16,14 +16,14 @@ import torch
 from atlas_cli import __version__
 from atlas_cli.core import granularity
 from atlas_cli.core.granularity import Layout, Shapes
-from atlas_cli.core.optimizers import Descent
+from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Dataset, plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import MismatchError
-from atlas_cli.learning.batches import Training
-from atlas_cli.learning.selection import Stage
+from atlas_cli.learning.batches import TrainingConfig
+from atlas_cli.learning.selection import Fold
 from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
-from atlas_cli.models.composed import NormTower, Tower, crew_for
+from atlas_cli.models.composed import ComposedModel, LayerNormModel, thread_pool_for
 from atlas_cli.models.zero_shot import zero_shot_head
 from atlas_cli.recipes.coefficients import MANY, Table, to_table
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
@@ -57,7 +57,7 @@ class Setting:
     clip: Clip
     pool: Pool
     layout: Layout
-    tower: Tower
+    tower: ComposedModel
     tasks: tuple[Pixels, ...]
     heads: tuple[torch.Tensor, ...]
     judges: tuple[Pixels, ...]
@@ -78,16 +78,16 @@ class Setting:
 
 
 _SCALES = 20
-Lesson = Callable[[Setting], tuple[Any, list[Stage]]]  # Any: a Material of its own kind
+ObjectiveFactory = Callable[[Setting], tuple[Any, list[Fold]]]  # Any: a Material of its own kind
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that is ready to start."""
 
     setting: Setting
-    material: Any
-    plan: list[Stage]
+    objective: Any
+    plan: list[Fold]
 
     @property
     def inputs(self) -> Inputs:
@@ -197,7 +197,9 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
 
 
 @contextmanager
-def prepared(inputs: Inputs, lesson: Lesson, warn: Callable[[str], None]) -> Iterator[Prepared]:
+def prepared(
+    inputs: Inputs, objective_factory: ObjectiveFactory, warn: Callable[[str], None]
+) -> Iterator[PreparedRun]:
     """Open everything, check that it fits together, and make it ready to learn."""
     recipe = inputs.recipe
     clip = open_model(inputs.model, inputs.opening)
@@ -220,20 +222,26 @@ def prepared(inputs: Inputs, lesson: Lesson, warn: Callable[[str], None]) -> Ite
         for dataset in inputs.datasets
     )
     composition = compose_pool(pool, base, layout, clip.device)
-    with crew_for(module, inputs.threads) as crew:
+    with thread_pool_for(module, inputs.threads) as thread_pool:
         if norms:
-            tower: Tower = NormTower(module, prefix=_PREFIX, crew=crew)
+            tower: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:
-            tower = Tower(module, composition, prefix=_PREFIX, crew=crew, linear=recipe.linearised)
+            tower = ComposedModel(
+                module,
+                composition,
+                prefix=_PREFIX,
+                thread_pool=thread_pool,
+                linear=recipe.linearised,
+            )
         setting = Setting(inputs, clip, pool, layout, tower, tasks, heads, judges)
-        yield Prepared(setting, *lesson(setting))
+        yield PreparedRun(setting, *objective_factory(setting))
 
 
-def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> Training:
+def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> TrainingConfig:
     """How a recipe wants images shown and coefficients moved."""
     order, weight = parse_penalty(recipe.penalty) if recipe.penalty else (1, 0.0)
     low, high = bounds or (-math.inf, math.inf)
-    descent = Descent(
+    optimizer_config = OptimizerConfig(
         rate=recipe.lr,
         decay=recipe.weight_decay,
         clip=recipe.clip,
@@ -243,14 +251,14 @@ def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) 
         low=low,
         high=high,
     )
-    return Training(
+    return TrainingConfig(
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
         accumulate=recipe.accumulate,
         min_steps=recipe.min_steps,
         augment=recipe.augment,
         seed=recipe.seed,
-        descent=descent,
+        optimizer_config=optimizer_config,
     )
 
 

@@ -13,9 +13,9 @@ from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.batches import show
 from atlas_cli.learning.loop import generator_of
-from atlas_cli.learning.selection import Check, Stage, Verdict
+from atlas_cli.learning.selection import Fold, Score, Selection
 from atlas_cli.learning.setup import Setting, training_of
-from atlas_cli.learning.unlabelled import Aim, Unlabelled, Unsupervised, problem_of
+from atlas_cli.learning.unlabelled import Unlabelled, UnlabelledConfig, Unsupervised, problem_of
 from atlas_cli.recipes.learning import TtaRecipe, parse_schedule, parse_shares
 
 _SHOWN_AT_ONCE = 256
@@ -29,18 +29,18 @@ class Adaptation(Unlabelled):
     start: torch.Tensor
     guarded: bool = True
     scaled: bool = False
-    retreat: tuple[float, ...] = ()
+    backtrack: tuple[float, ...] = ()
     _signs: dict[bytes, Signs] = field(default_factory=dict, repr=False, kw_only=True)
 
-    def is_judged(self, stage: Stage) -> bool:
+    def is_judged(self, fold: Fold) -> bool:
         """Always: judging needs no labels."""
         return True
 
-    def problem(self, stage: Stage) -> Unsupervised:
+    def problem(self, fold: Fold) -> Unsupervised:
         """What a stage learns."""
         return problem_of(self)
 
-    def judge(self, stage: Stage, coefficients: torch.Tensor) -> Check:
+    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
         """What can be told of coefficients without labels, beside zero-shot."""
         found, zero = self.signs(coefficients), self.signs(torch.zeros_like(self.start))
         moved = bool(coefficients.any())
@@ -49,7 +49,7 @@ class Adaptation(Unlabelled):
         if fault:
             values[fault] = 1.0
         rank = found.merit if self.guarded else float(moved)
-        return Check((float(fault is None), rank), values, fault is None)
+        return Score((float(fault is None), rank), values, fault is None)
 
     def signs(self, coefficients: torch.Tensor) -> Signs:
         """How the images are classified with coefficients: seen as they are and in other views."""
@@ -65,20 +65,20 @@ class Adaptation(Unlabelled):
         self.tower.load(coefficients)
         return self.probabilities()
 
-    def decision(self, verdict: Verdict) -> str:
+    def decision(self, selection: Selection) -> str:
         """Which rule decided, in a few words."""
-        faults = [name for check in verdict.checks for name in OBJECTIONS if name in check.values]
-        if not verdict.improved:
+        faults = [name for check in selection.checks for name in OBJECTIONS if name in check.values]
+        if not selection.improved:
             gravest = min(faults, key=list(OBJECTIONS).index, default=None)
             why = f"{gravest}, since {OBJECTIONS[gravest]}" if gravest else "nothing was learned"
             return f"{_ZERO}: {why}"
-        epochs = len(verdict.checks) - 1
+        epochs = len(selection.checks) - 1
         if not self.guarded:
             return f"{_LAST}: nothing was checked"
-        if not verdict.checks:
-            scale = verdict.coefficients.flatten()[0].item()
+        if not selection.checks:
+            scale = selection.coefficients.flatten()[0].item()
             return f"the scale {scale:g} was best by entropy and spread"
-        kept = next(n for n, check in enumerate(verdict.checks) if check is verdict.after)
+        kept = next(n for n, check in enumerate(selection.checks) if check is selection.after)
         said = f"epoch {kept} of {epochs} was best by entropy and spread"
         return f"{said}; {', '.join(sorted(set(faults)))} in others" if faults else said
 
@@ -93,26 +93,26 @@ class Adaptation(Unlabelled):
         return torch.cat(found)
 
 
-def adapt(setting: Setting) -> tuple[Adaptation, list[Stage]]:
+def adapt(setting: Setting) -> tuple[Adaptation, list[Fold]]:
     """Learn from the images of one folder, whoever they show."""
-    material = adaptation_of(setting, setting.tasks[0])
-    everything = (tuple(range(material.count)),)
-    return material, [Stage("all", everything, everything, material.guarded)]
+    objective = adaptation_of(setting, setting.tasks[0])
+    everything = (tuple(range(objective.count)),)
+    return objective, [Fold("all", everything, everything, objective.guarded)]
 
 
 def adaptation_of(setting: Setting, pixels: Pixels) -> Adaptation:
     """What a recipe learns from images."""
     recipe: TtaRecipe = setting.inputs.recipe
     training = training_of(recipe)
-    descent = replace(training.descent, sharp=recipe.objective == "sar")
+    optimizer_config = replace(training.optimizer_config, sharp=recipe.objective == "sar")
     threshold = parse_schedule(recipe.threshold) or (0.0, 0.0)
     return Adaptation(
         setting.tower,
         pixels,
         setting.heads[0],
         prior_of(recipe, len(setting.heads[0])),
-        replace(training, descent=descent),
-        Aim(recipe.objective, recipe.trusted_per_class, recipe.power, threshold),
+        replace(training, optimizer_config=optimizer_config),
+        UnlabelledConfig(recipe.objective, recipe.trusted_per_class, recipe.power, threshold),
         setting.table(),
         guarded=recipe.select == "guard",
         scaled=setting.scaled,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.learning.setup import Prepared
+from atlas_cli.learning.setup import PreparedRun
 from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry
 from atlas_cli.sources.locate import locate, sha256_of
 from atlas_cli.sources.references import parse_reference
@@ -19,7 +19,7 @@ from atlas_cli.vectors.format import open_vector
 _SCOPE = "visual"
 
 
-def write_tuned(ready: Prepared, values: torch.Tensor, path: Path) -> LearnedRecipe:
+def write_tuned(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
     """Write the difference from the base as a task vector; the recipe adds all of it."""
     inputs = ready.inputs
     base = open_base(inputs.model, _SCOPE)

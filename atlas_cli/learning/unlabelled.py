@@ -18,9 +18,9 @@ from atlas_cli.core.losses import (
 )
 from atlas_cli.core.unlabelled import Trusted, sharpen, threshold_at, trust, trusted_count
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.learning.batches import Deck, Training, predict, show
-from atlas_cli.learning.loop import Steady, generator_of
-from atlas_cli.models.composed import LossOf, Tower
+from atlas_cli.learning.batches import Sampler, TrainingConfig, predict, show
+from atlas_cli.learning.loop import StatelessData, generator_of
+from atlas_cli.models.composed import ComposedModel, LossOf
 
 _TRUSTED_SHARE = 1 / 4  # of a batch
 _TEMPERATURE = 0.2
@@ -29,7 +29,7 @@ _FORGETTING, _TOO_SURE = 0.9, 0.2  # SAR's mean loss, and where it begins anew
 
 
 @dataclass(frozen=True)
-class Aim:
+class UnlabelledConfig:
     """What is learned from images without labels."""
 
     objective: str = "ufm"
@@ -42,12 +42,12 @@ class Aim:
 class Unlabelled:
     """Unlabelled images, the head they are classified by, and what is learned from them."""
 
-    tower: Tower
+    tower: ComposedModel
     pixels: Pixels
     head: torch.Tensor
     prior: torch.Tensor
-    training: Training
-    aim: Aim
+    training: TrainingConfig
+    aim: UnlabelledConfig
     _known: list[tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=list, repr=False, kw_only=True
     )
@@ -69,26 +69,26 @@ class Unlabelled:
         return self._known[0][1]
 
 
-class Unsupervised(Steady):
+class Unsupervised(StatelessData):
     """Batches of images without labels, in shuffled passes, and a loss of what they look like."""
 
-    def __init__(self, material: Unlabelled) -> None:
-        self._material, self._training, self._aim = material, material.training, material.aim
-        count, size = material.count, self._batch_size()
+    def __init__(self, objective: Unlabelled) -> None:
+        self._objective, self._training, self._aim = objective, objective.training, objective.aim
+        count, size = objective.count, self._batch_size()
         shown = max(count, self._training.min_steps * size)
         self.epoch_steps = math.ceil(shown / size)
         self.steps = self._training.epochs * self.epoch_steps
-        self._deck = Deck(list(range(count)), size, shown, self._training.seed, ())
+        self._sampler = Sampler(list(range(count)), size, shown, self._training.seed, ())
         self._same = self._seen = 0
 
     def _batch_size(self) -> int:
-        return min(self._training.batch_size, self._material.count)
+        return min(self._training.batch_size, self._objective.count)
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
         self._same = self._seen = 0
         epoch, place = divmod(step, self.epoch_steps)
-        some = self._deck.hand(epoch, place)
+        some = self._sampler.hand(epoch, place)
         random = generator_of(self._training.seed, "crops", step)
         size = math.ceil(len(some) / self._training.accumulate)
         for first in range(0, len(some), size):
@@ -99,10 +99,10 @@ class Unsupervised(Steady):
         self, some: Sequence[int], share: float, random: torch.Generator
     ) -> tuple[torch.Tensor, LossOf]:
         """Images and their loss: the entropy of the images as they are, or strong against weak."""
-        material, head = self._material, self._material.head
-        weak = material.pixels.fixed(some)
+        objective, head = self._objective, self._objective.head
+        weak = objective.pixels.fixed(some)
         if self._aim.objective != "simclr":
-            prior = material.prior.to(head.device)
+            prior = objective.prior.to(head.device)
 
             def sure(features: torch.Tensor) -> torch.Tensor:
                 logits = logits_of(features, head)
@@ -111,8 +111,8 @@ class Unsupervised(Steady):
                 return share * balanced_entropy(logits, prior)
 
             return weak, sure
-        keys = logits_of(material.tower.features(weak), head)
-        strong = show(material.pixels, some, random, self._training.augment)
+        keys = logits_of(objective.tower.features(weak), head)
+        strong = show(objective.pixels, some, random, self._training.augment)
 
         def alike(features: torch.Tensor) -> torch.Tensor:
             logits = logits_of(features, head)
@@ -138,8 +138,8 @@ class SelfTraining(Unsupervised):
     sharpened prediction exceeds the threshold. What is trusted is found anew every epoch.
     """
 
-    def __init__(self, material: Unlabelled) -> None:
-        super().__init__(material)
+    def __init__(self, objective: Unlabelled) -> None:
+        super().__init__(objective)
         self._trusted = Trusted(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
 
     @property
@@ -151,29 +151,29 @@ class SelfTraining(Unsupervised):
         return max(1, round(_TRUSTED_SHARE * self._training.batch_size))
 
     def _batch_size(self) -> int:
-        return min(max(1, self._training.batch_size - self._trusted_size()), self._material.count)
+        return min(max(1, self._training.batch_size - self._trusted_size()), self._objective.count)
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """Strong views with their targets; the weak views are predicted without gradients."""
         epoch, place = divmod(step, self.epoch_steps)
         if place == 0:
             self._trusted = self._find_trusted()
-        some = self._deck.hand(epoch, place)
+        some = self._sampler.hand(epoch, place)
         kept, targets = self._targets(some, epoch)
         few, labels = self._trusted_hand(epoch, place)
-        head = self._material.head
+        head = self._objective.head
         sure = F.one_hot(labels, len(head)).to(targets)
         yield from self._parts([*kept, *few], torch.cat([targets, sure]), step)
 
     def _find_trusted(self) -> Trusted:
-        count, classes = self._material.count, len(self._material.head)
+        count, classes = self._objective.count, len(self._objective.head)
         per_class = self._aim.per_class or trusted_count(count, classes)
-        return trust(self._material.probabilities(), per_class)
+        return trust(self._objective.probabilities(), per_class)
 
     def _targets(self, some: Sequence[int], epoch: int) -> tuple[list[int], torch.Tensor]:
         """Of some images those that are sure enough, and what they are to become."""
-        material = self._material
-        logits = logits_of(material.tower.features(material.pixels.fixed(some)), material.head)
+        objective = self._objective
+        logits = logits_of(objective.tower.features(objective.pixels.fixed(some)), objective.head)
         targets = sharpen(logits.softmax(dim=1), self._aim.power)
         limit = threshold_at(self._aim.threshold, epoch, self._training.epochs)
         sure = targets.amax(dim=1) > limit
@@ -184,8 +184,8 @@ class SelfTraining(Unsupervised):
         """Trusted images of one step, and their classes."""
         size, found = self._trusted_size(), self._trusted
         numbers = list(range(len(found.images)))
-        deck = Deck(numbers, size, self.epoch_steps * size, self._training.seed, ("trusted",))
-        places = deck.hand(epoch, place)
+        sampler = Sampler(numbers, size, self.epoch_steps * size, self._training.seed, ("trusted",))
+        places = sampler.hand(epoch, place)
         return found.images[places].tolist(), found.labels[places]
 
     def _parts(
@@ -199,11 +199,11 @@ class SelfTraining(Unsupervised):
             few, wanted = some[first : first + size], targets[first : first + size]
 
             def loss_of(features: torch.Tensor, wanted: torch.Tensor = wanted) -> torch.Tensor:
-                logits = logits_of(features, self._material.head)
+                logits = logits_of(features, self._objective.head)
                 self._compare(logits, wanted)
                 return soft_cross_entropy(logits, wanted, total)
 
-            yield show(self._material.pixels, few, random, self._training.augment), loss_of
+            yield show(self._objective.pixels, few, random, self._training.augment), loss_of
 
     def state(self) -> dict[str, torch.Tensor]:
         """What is trusted in this epoch."""
@@ -220,12 +220,12 @@ class Reliable(Unsupervised):
     It begins anew once the mean loss is so small that all is predicted to be of one class.
     """
 
-    def __init__(self, material: Unlabelled) -> None:
-        super().__init__(material)
+    def __init__(self, objective: Unlabelled) -> None:
+        super().__init__(objective)
         self._mean = math.nan
         self._chosen: list[torch.Tensor] = []
         self._climbed = False
-        self._limit = _RELIABLE * math.log(max(len(material.head), 2))
+        self._limit = _RELIABLE * math.log(max(len(objective.head), 2))
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The same images for both gradients of a step."""
@@ -240,7 +240,7 @@ class Reliable(Unsupervised):
         climbed = self._climbed
 
         def loss_of(features: torch.Tensor) -> torch.Tensor:
-            found = entropies(logits_of(features, self._material.head))
+            found = entropies(logits_of(features, self._objective.head))
             reliable = found < self._limit
             if not climbed:
                 self._chosen.append(reliable)
@@ -250,7 +250,7 @@ class Reliable(Unsupervised):
                 reliable &= first
             return share * (found * reliable).sum() / reliable.sum().clamp(min=1)
 
-        return self._material.pixels.fixed(some), loss_of
+        return self._objective.pixels.fixed(some), loss_of
 
     def _remember(self, found: torch.Tensor) -> None:
         """The moving mean of the loss; nothing selected changes nothing."""
@@ -261,7 +261,7 @@ class Reliable(Unsupervised):
                 value if math.isnan(mean) else _FORGETTING * mean + (1 - _FORGETTING) * value
             )
 
-    def astray(self) -> bool:
+    def diverged(self) -> bool:
         """Whether the mean loss is so small that learning begins anew; the mean does, too."""
         lost = self._mean < _TOO_SURE
         if lost:
@@ -277,7 +277,7 @@ class Reliable(Unsupervised):
         self._mean = state["mean_loss"].item()
 
 
-def problem_of(material: Unlabelled) -> Unsupervised:
+def problem_of(objective: Unlabelled) -> Unsupervised:
     """What an objective learns from images."""
-    kind = {"ufm": SelfTraining, "sar": Reliable}.get(material.aim.objective, Unsupervised)
-    return kind(material)
+    kind = {"ufm": SelfTraining, "sar": Reliable}.get(objective.aim.objective, Unsupervised)
+    return kind(objective)

@@ -44,9 +44,9 @@ class Family:
     sparsifier: Sparsifier
     elects: bool
 
-    def survey(self, tiles: Tiles, values: Values) -> Found:
+    def statistics(self, tiles: Tiles, values: Values) -> Found:
         """The cuts or chances of every model, what it is rescaled by, the majority of signs."""
-        kept = self.sparsifier.survey(tiles, values)
+        kept = self.sparsifier.statistics(tiles, values)
         scales = [1.0] * len(values.models)
         if values.merge["rescale"] and values.merge.get("rescale_by") == "density":
             scales = scales_by_density(values, kept)
@@ -172,7 +172,7 @@ def _method(
     )
     if family is None:
         return replace(method, total=arithmetic_sum, spreads=True)
-    return replace(method, apply=by_pieces(family.apply), survey=family.survey)
+    return replace(method, apply=by_pieces(family.apply), statistics=family.statistics)
 
 
 METHODS = (

@@ -94,7 +94,7 @@ class Method:
 
     name: str
     apply: Callable[[Tile, Values, Any], torch.Tensor]
-    survey: Callable[[Tiles, Values], Any] = lambda tiles, values: None
+    statistics: Callable[[Tiles, Values], Any] = lambda tiles, values: None
     per_model: Sequence[Parameter] = ()
     per_merge: Sequence[Parameter] = ()
     needs_base: bool = False

@@ -35,7 +35,7 @@ _TINY = 1e-7  # a norm below this is not matched
 class Sparsifier:
     """`survey` finds, for every model, what `keep_` needs to zero the other elements in place."""
 
-    survey: Callable[[Tiles, Values], list[Any]]
+    statistics: Callable[[Tiles, Values], list[Any]]
     keep_: Callable[[torch.Tensor, Tile, Any], None]
     by_chance: bool = False
 

@@ -17,8 +17,8 @@ import torch
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.merging.plan import Output, Plan
-from atlas_cli.merging.produce import CPU, Maker, check_finite, is_finite
-from atlas_cli.merging.staging import Part
+from atlas_cli.merging.produce import CPU, Producer, check_finite, is_finite
+from atlas_cli.merging.staging import StagingFolder
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
@@ -46,7 +46,7 @@ class Budget:
 
 
 @dataclass
-class _Survey:
+class _Statistics:
     """What is known of whole tensors: found by the first thread that asks."""
 
     outputs: tuple[Output, ...]
@@ -54,10 +54,10 @@ class _Survey:
     known: bool = False
     value: Any = None
 
-    def by(self, maker: Maker) -> Any:
+    def by(self, maker: Producer) -> Any:
         with self.lock:
             if not self.known:
-                self.value, self.known = maker.survey(self.outputs), True
+                self.value, self.known = maker.statistics(self.outputs), True
         return self.value
 
 
@@ -92,7 +92,7 @@ def check_device(plan: Plan, limits: Limits) -> None:
         raise AtlasError(f"--device mps: has no float64, which {wide[0]} is computed in")
 
 
-def check_memory(plan: Plan, maker: Maker, limits: Limits) -> int:
+def check_memory(plan: Plan, maker: Producer, limits: Limits) -> int:
     """The bytes that the largest tile needs. Raises AtlasError if the budget has not as many."""
     largest = max(plan.outputs, key=maker.need)
     needed, there = maker.need(largest), working_memory(limits)
@@ -110,22 +110,22 @@ def peak_memory(tile: int, limits: Limits) -> int:
 
 
 def run(
-    plan: Plan, maker: Maker, part: Part, limits: Limits, advance: Callable[[int], None]
+    plan: Plan, maker: Producer, part: StagingFolder, limits: Limits, advance: Callable[[int], None]
 ) -> None:
     """Make every piece that is not there yet. `advance` hears of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
     budget = Budget(working_memory(limits))
-    shared = _Survey(tuple(output for output in plan.outputs if output.merged))
+    shared = _Statistics(tuple(output for output in plan.outputs if output.merged))
     work: list[list[_Job]] = []
     # The largest first, so that no thread is left with a large one at the end.
     for output in sorted(plan.outputs, key=lambda output: -output.bytes):
-        survey = shared if maker.together and output.merged else _Survey((output,))
+        statistics = shared if maker.together and output.merged else _Statistics((output,))
         jobs = []
         for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
             if (output.number, number) in part.done:
                 advance(_bytes(output, spans))
             else:
-                jobs.append(_Job(output, number, spans, survey))
+                jobs.append(_Job(output, number, spans, statistics))
         work += [jobs] if jobs else []
     with _workers(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
@@ -134,7 +134,7 @@ def run(
                 start = starts[job.output.file]
                 future = pool.submit(_work, job, maker, part, budget, start, limits)
             else:
-                future = pool.submit(_survey, job, maker, budget)
+                future = pool.submit(_statistics, job, maker, budget)
             waiting[future] = _bytes(job.output, job.spans)
         for future in as_completed(waiting):
             future.result()
@@ -162,24 +162,26 @@ class _Job:
     output: Output
     number: int
     spans: list[tuple[int, int]]
-    survey: _Survey
+    statistics: _Statistics
 
 
-def _survey(job: _Job, maker: Maker, budget: Budget) -> None:
+def _statistics(job: _Job, maker: Producer, budget: Budget) -> None:
     with budget.take(maker.need(job.output)):
-        job.survey.by(maker)
+        job.statistics.by(maker)
 
 
-def _work(job: _Job, maker: Maker, part: Part, budget: Budget, start: int, limits: Limits) -> None:
+def _work(
+    job: _Job, maker: Producer, part: StagingFolder, budget: Budget, start: int, limits: Limits
+) -> None:
     output, finite = job.output, not limits.allow_nonfinite
     first, last = job.spans[0][0], job.spans[-1][1]
     offsets = {span: start + output.start + span[0] * output.dtype.itemsize for span in job.spans}
     with budget.take(maker.need(output)):
-        survey = job.survey.by(maker)
+        statistics = job.statistics.by(maker)
         place = part.place(output.file, offsets[job.spans[0]], finite=finite)
-        written = maker.write(output, (first, last), survey, place)
+        written = maker.write(output, (first, last), statistics, place)
         for span in [] if written else job.spans:
-            values = maker.make(output, span, survey)
+            values = maker.make(output, span, statistics)
             if finite and not is_finite(values):
                 maker.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")

@@ -18,11 +18,11 @@ from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merging.plan import Output
-from atlas_cli.merging.produce import How, Model, check_finite, copied
+from atlas_cli.merging.produce import Conversion, Model, check_finite, copied
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.tensor_names import block_of, normalised, piece
-from atlas_cli.native.operands import Target
+from atlas_cli.native.operands import FileTarget
 from atlas_cli.recipes.merge import MergeRecipe, VectorFile
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
@@ -41,7 +41,7 @@ class ByCoefficients:
     columns: Layout
     coefficients: torch.Tensor
     transformers: bool
-    how: How
+    how: Conversion
     together: bool = False
 
     def changes(self, name: str) -> bool:
@@ -59,14 +59,14 @@ class ByCoefficients:
         size = math.prod(self.blocks[self._place(output.name)[0]].shape)
         return size * (12 + 4 * len(self.pool.members))
 
-    def survey(self, outputs: Sequence[Output]) -> None:
+    def statistics(self, outputs: Sequence[Output]) -> None:
         """A block can be composed right away."""
 
-    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
         """Blocks are composed in memory."""
         return False
 
-    def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
+    def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The composed block, or the part of it that the output is."""
         if not output.merged:
             return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
@@ -95,7 +95,9 @@ class ByCoefficients:
         return block_of(name, transformers=self.transformers)
 
 
-def open_learned(recipe: MergeRecipe, source: Source, layout: Model, how: How) -> ByCoefficients:
+def open_learned(
+    recipe: MergeRecipe, source: Source, layout: Model, how: Conversion
+) -> ByCoefficients:
     """Open the vectors of a learned recipe and lay its coefficients out."""
     blocks = normalised(layout.tensors, layout.reference)
     entries = [e for e in recipe.vectors or [] if isinstance(e, VectorFile)]

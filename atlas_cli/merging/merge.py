@@ -28,8 +28,8 @@ from atlas_cli.merging.lockfile import (
 )
 from atlas_cli.merging.model_card import Evaluated, Shown, card_text, copy_beside, files_beside
 from atlas_cli.merging.plan import Plan, Resolved, check_together, lay_out, plan_files, resolve_all
-from atlas_cli.merging.produce import ByMethod, How, Maker, Model
-from atlas_cli.merging.staging import MARK, Part, check_space, check_target
+from atlas_cli.merging.produce import ByMethod, Conversion, Model, Producer
+from atlas_cli.merging.staging import MANIFEST, StagingFolder, check_space, check_target
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.recipes.merge import Merge
 
@@ -38,7 +38,7 @@ _KEY = "atlas_recipe"
 
 
 @dataclass(frozen=True)
-class Request:
+class MergeRequest:
     """What is to be merged, and where to."""
 
     merge: Merge
@@ -51,11 +51,11 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedMerge:
     """A merge that is ready to be written: all inputs opened and found to fit."""
 
-    request: Request
-    maker: Maker
+    request: MergeRequest
+    maker: Producer
     plan: Plan
     resolved: Mapping[str, Resolved]
     peak: int
@@ -91,7 +91,7 @@ class Merged:
 # Opening --------------------------------------------------------------------------------------
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: MergeRequest) -> PreparedMerge:
     """Open every header, check that all fits, and plan every byte. Reads no values of models."""
     merge, located = request.merge, request.located
     layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
@@ -103,13 +103,13 @@ def prepare(request: Request) -> Prepared:
     promise = locked(merge, located, promised_hashes(merge, located))
     plan = plan_files(groups, _metadata(promise))
     check_device(plan, request.limits)
-    return Prepared(request, maker, plan, resolved, check_memory(plan, maker, request.limits))
+    return PreparedMerge(request, maker, plan, resolved, check_memory(plan, maker, request.limits))
 
 
-def _maker(request: Request, layout: Model) -> tuple[Maker, dict[str, Resolved], list[str]]:
+def _maker(request: MergeRequest, layout: Model) -> tuple[Producer, dict[str, Resolved], list[str]]:
     """How values are made, the parameters by tensor, and the tensors that are merged at all."""
     merge, limits = request.merge, request.limits
-    how = How(merge.recipe.seed, limits.device, limits.allow_nonfinite)
+    how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
     if merge.method == "atlas":
         source = request.located[merge.layout].model
         learned = open_learned(merge.recipe, source, layout, how)
@@ -137,7 +137,7 @@ def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
 # Writing --------------------------------------------------------------------------------------
 
 
-def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: None) -> Merged:
+def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count: None) -> Merged:
     """Write the model. What a stopped run left behind is gone on with."""
     request, plan = prepared.request, prepared.plan
     merge, located, target = request.merge, request.located, request.target
@@ -148,7 +148,7 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
         if merge.recipe.locked:
             check_hashes(merge, taken.result())
         try:
-            part = Part(
+            part = StagingFolder(
                 target,
                 identity_of(merge, located, plan, request.limits.device.type),
                 {s.file: s.bytes for s in plan.shards},
@@ -169,7 +169,7 @@ def write(prepared: Prepared, advance: Callable[[int], None] = lambda count: Non
     return _merged(prepared)
 
 
-def _finish(prepared: Prepared, part: Part, recipe: dict[str, Any]) -> None:
+def _finish(prepared: PreparedMerge, part: StagingFolder, recipe: dict[str, Any]) -> None:
     """Write headers and all that stands beside the weights, and give the folder its name."""
     for number, shard in enumerate(prepared.plan.shards):
         metadata = {**(_metadata(recipe) if number == 0 else {}), "format": "pt"}
@@ -180,13 +180,13 @@ def _finish(prepared: Prepared, part: Part, recipe: dict[str, Any]) -> None:
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(part.folder / "model.safetensors.index.json", listed)
-    write_text(part.folder / MARK, lock_text(recipe))
+    write_text(part.folder / MANIFEST, lock_text(recipe))
     card = card_text(request.merge, recipe, request.located, _shown(prepared, part))
     write_text(part.folder / "README.md", card)
     part.finish()
 
 
-def _shown(prepared: Prepared, part: Part) -> Shown | None:
+def _shown(prepared: PreparedMerge, part: StagingFolder) -> Shown | None:
     """The evaluation of the card, if there is one: weights are hashed to find what is of them."""
     request = prepared.request
     if request.evaluation is None:
@@ -195,14 +195,14 @@ def _shown(prepared: Prepared, part: Part) -> Shown | None:
     return Shown(request.evaluation, request.target.absolute().name, digests)
 
 
-def _dtype(prepared: Prepared) -> str | None:
+def _dtype(prepared: PreparedMerge) -> str | None:
     """The dtype of the result, if the recipe sets it."""
     recipe = prepared.request.merge.recipe
     word = recipe.out_dtype or recipe.dtype
     return word.removeprefix("torch.") if word else None
 
 
-def _merged(prepared: Prepared) -> Merged:
+def _merged(prepared: PreparedMerge) -> Merged:
     plan, request = prepared.plan, prepared.request
     return Merged(
         str(request.target),

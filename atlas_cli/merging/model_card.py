@@ -19,7 +19,7 @@ from atlas_cli.sources.locate import Source
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     """A model on a dataset, as `atlas eval` tells it; fractions, not percent."""
 
     model: str
@@ -36,10 +36,10 @@ class Evaluated:
     """An evaluation: its results, and the digests of the weights of every model in it."""
 
     atlas: str
-    results: tuple[Result, ...]
+    results: tuple[EvaluationResult, ...]
     weights: Mapping[str, frozenset[str]]
 
-    def of(self, digests: Iterable[str]) -> list[Result]:
+    def of(self, digests: Iterable[str]) -> list[EvaluationResult]:
         """The results of the model whose weight files have these digests."""
         wanted = frozenset(digests)
         return [result for result in self.results if self.weights.get(result.model) == wanted]
@@ -59,19 +59,19 @@ def read_evaluation(text: str, where: str) -> Evaluated:
     return Evaluated(version, results, weights)
 
 
-def _result(row: Mapping[str, Any]) -> Result:
-    kinds = get_type_hints(Result)
-    values = {field.name: row[field.name] for field in fields(Result)}
+def _result(row: Mapping[str, Any]) -> EvaluationResult:
+    kinds = get_type_hints(EvaluationResult)
+    values = {field.name: row[field.name] for field in fields(EvaluationResult)}
     for name, value in values.items():
         if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
             raise TypeError(name)
-    return Result(**values)
+    return EvaluationResult(**values)
 
 
 # In the card ----------------------------------------------------------------------------------
 
 
-def evaluation_text(found: Evaluated, own: Iterable[Result]) -> str:
+def evaluation_text(found: Evaluated, own: Iterable[EvaluationResult]) -> str:
     """A section of the card; the results of this very model are marked."""
     mine = set(own)
     return (
@@ -83,7 +83,7 @@ def evaluation_text(found: Evaluated, own: Iterable[Result]) -> str:
     )
 
 
-def _line(result: Result, *, bold: bool) -> str:
+def _line(result: EvaluationResult, *, bold: bool) -> str:
     name, score = _cell(result.model), f"{100 * result.top1:.2f}"
     name, score = (f"**{name}**", f"**{score}**") if bold else (name, score)
     interval = f"{100 * result.low:.1f}-{100 * result.high:.1f}"
@@ -95,12 +95,12 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def model_index(name: str, own: Iterable[Result]) -> list[dict[str, Any]]:
+def model_index(name: str, own: Iterable[EvaluationResult]) -> list[dict[str, Any]]:
     """The front matter that the Hub shows beside a model."""
     return [{"name": name, "results": list(_entries(own))}]
 
 
-def _entries(own: Iterable[Result]) -> Iterator[dict[str, Any]]:
+def _entries(own: Iterable[EvaluationResult]) -> Iterator[dict[str, Any]]:
     for result in own:
         yield {
             "task": {"type": "zero-shot-image-classification"},
@@ -160,7 +160,7 @@ class Shown:
     digests: tuple[str, ...]
 
     @property
-    def own(self) -> list[Result]:
+    def own(self) -> list[EvaluationResult]:
         """The results that are of this model."""
         return self.found.of(self.digests)
 

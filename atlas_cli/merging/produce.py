@@ -17,13 +17,13 @@ from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merge_methods.method import Method, Tile, Values
 from atlas_cli.merging.plan import Output, Resolved
 from atlas_cli.native import kernels
-from atlas_cli.native.operands import Operands, Target
+from atlas_cli.native.operands import FileTarget, Operands
 
 CPU = torch.device("cpu")
 _TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
 
 
-class Maker(Protocol):
+class Producer(Protocol):
     """Gives the values of outputs, some elements at a time."""
 
     @property
@@ -36,13 +36,13 @@ class Maker(Protocol):
     def need(self, output: Output) -> int:
         """The bytes of memory that making a tile of it takes."""
 
-    def survey(self, outputs: Sequence[Output]) -> Any:
+    def statistics(self, outputs: Sequence[Output]) -> Any:
         """What has to be known of whole tensors before a tile of them can be made."""
 
-    def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
+    def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The elements of a span, in the dtype of the file."""
 
-    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
         """Write the elements of a span to a file without more ado; False if that cannot be done."""
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
@@ -58,7 +58,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class How:
+class Conversion:
     """What decides the result beside the recipe's method, and where it is computed."""
 
     seed: int = 0
@@ -75,7 +75,7 @@ class ByMethod:
     base: Model | None
     models: tuple[Model, ...]
     resolved: Mapping[str, Resolved]
-    how: How
+    how: Conversion
 
     @cached_property
     def together(self) -> bool:
@@ -97,7 +97,7 @@ class ByMethod:
         stored = self.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
 
-    def survey(self, outputs: Sequence[Output]) -> Any:
+    def statistics(self, outputs: Sequence[Output]) -> Any:
         """Whatever the method looks for in whole tensors."""
         if not outputs[0].merged:
             return None
@@ -106,23 +106,23 @@ class ByMethod:
             for output in outputs:
                 yield self._tile(output, (0, output.size), check=False)
 
-        return self.method.survey(tiles, self._values(outputs[0].name))
+        return self.method.statistics(tiles, self._values(outputs[0].name))
 
-    def make(self, output: Output, span: tuple[int, int], survey: Any) -> torch.Tensor:
+    def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The method's formula, rounded to the dtype of the file."""
         if not output.merged:
             return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
         # What spreads is seen in the result, which is checked anyway.
         check = not self.how.allow_nonfinite and not self.method.spreads
         tile = self._tile(output, span, check=check)
-        merged = self.method.apply(tile, self._values(output.name), survey)
+        merged = self.method.apply(tile, self._values(output.name), statistics)
         return merged.reshape(-1).cpu().to(output.dtype)
 
-    def write(self, output: Output, span: tuple[int, int], survey: Any, to: Target) -> bool:
+    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
         """By the loops, if the method is a sum and has the dtype of the file throughout."""
         if not output.merged or not self.method.spreads or output.compute != output.dtype:
             return False
-        total = self.method.total(self._values(output.name), survey, output.compute)
+        total = self.method.total(self._values(output.name), statistics, output.compute)
         inputs = self._tile(output, span, check=False).inputs
         return total is not None and kernels.write(inputs, total, to)
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.native.operands import Target
+from atlas_cli.native.operands import FileTarget
 
 _JOURNAL = "journal"
-MARK = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
+MANIFEST = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
 
 
-class Part:
+class StagingFolder:
     """A folder beside the target, with files of their final length and a journal of pieces.
 
     A piece is in the journal once its bytes are in its file. Made again for the same work, the
@@ -75,9 +75,9 @@ class Part:
         os.write(self._journal, f"{identity}\n".encode())
         return set()
 
-    def place(self, file: str, offset: int, *, finite: bool) -> Target:
+    def place(self, file: str, offset: int, *, finite: bool) -> FileTarget:
         """A place in a file, for those who write themselves."""
-        return Target(self._files[file], offset, finite)
+        return FileTarget(self._files[file], offset, finite)
 
     def write(self, file: str, offset: int, values: torch.Tensor) -> None:
         """Put values where they belong in a file."""
@@ -133,7 +133,7 @@ def check_target(target: Path, *, force: bool) -> None:
         return
     if not force:
         raise AtlasError(f"{target}: exists already; use --force to replace it")
-    if not (target / MARK).is_file():
+    if not (target / MANIFEST).is_file():
         raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")
 
 

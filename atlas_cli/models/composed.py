@@ -29,7 +29,7 @@ _AT_ONCE = 64  # images of a forward pass without gradients
 LossOf = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Crew:
+class ThreadPool:
     """Threads, each with one core, for the blocks of a composition and the parts of a batch.
 
     With one thread the same parts are worked on one after the other: the same numbers.
@@ -54,18 +54,18 @@ class Crew:
 
 
 @contextmanager
-def crew_for(module: torch.nn.Module, threads: int) -> Iterator[Crew | None]:
+def thread_pool_for(module: torch.nn.Module, threads: int) -> Iterator[ThreadPool | None]:
     """A crew on the CPU, which deals out batches if the module is small; None elsewhere."""
     on_cpu = next(module.parameters()).device.type == "cpu"
     small = on_cpu and _size(module) <= _SMALL
     before = torch.get_num_threads()
-    crew = Crew(threads, _PARTS if small else 1) if on_cpu else None
+    thread_pool = ThreadPool(threads, _PARTS if small else 1) if on_cpu else None
     torch.set_num_threads(1 if small else threads)
     try:
-        yield crew
+        yield thread_pool
     finally:
-        if crew:
-            crew.close()
+        if thread_pool:
+            thread_pool.close()
         torch.set_num_threads(before)
 
 
@@ -82,7 +82,7 @@ class Replica:
     def __init__(
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
-        self.module = twin(module)
+        self.module = sharing_copy(module)
         self.parameters = _leaves(composed)
         for name, parameter in self.parameters.items():
             path, _, leaf = name.removeprefix(prefix).rpartition(".")
@@ -93,13 +93,13 @@ class Replica:
         return self.module(images)  # type: ignore[no-any-return]
 
 
-class Linear(Replica):
+class LinearisedReplica(Replica):
     """A copy of a module that runs as f(x; theta0) + J delta, by forward-mode differentiation."""
 
     def __init__(
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
-        self.module = twin(module)
+        self.module = sharing_copy(module)
         self.parameters = _leaves(composed)
         own = dict(self.module.named_parameters())
         self._names = {name: name.removeprefix(prefix) for name in composed}
@@ -124,7 +124,7 @@ class Linear(Replica):
         return {self._names[name]: tensor for name, tensor in self.parameters.items()}
 
 
-class Tangent(Linear):
+class TangentReplica(LinearisedReplica):
     """The same for tensors that are theta itself."""
 
     def _delta(self) -> dict[str, torch.Tensor]:
@@ -135,13 +135,13 @@ def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter
     return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
 
 
-def twin(module: torch.nn.Module) -> torch.nn.Module:
+def sharing_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of a module's structure that shares all of its tensors."""
     shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, shared).eval()
 
 
-class Runner:
+class FunctionalModel:
     """A module that runs with given tensors in place of its own, and keeps their gradients.
 
     `prefix` is what the names of the tensors have before the module's own. Buffers, such as the
@@ -154,13 +154,13 @@ class Runner:
         tensors: Mapping[str, torch.Tensor],
         *,
         prefix: str = "",
-        crew: Crew | None = None,
+        thread_pool: ThreadPool | None = None,
         replica: type[Replica],
     ) -> None:
         # A derivative forwards has one thread.
-        count = crew.parts if crew and replica is Replica else 1
-        self._over_blocks = crew.spread if crew else map
-        self._over_parts = crew.spread if crew and count > 1 else map
+        count = thread_pool.parts if thread_pool and replica is Replica else 1
+        self._over_blocks = thread_pool.spread if thread_pool else map
+        self._over_parts = thread_pool.spread if thread_pool and count > 1 else map
         self._tensors = dict(tensors)
         self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
         self._half = next(module.parameters()).device.type == "cuda"
@@ -227,7 +227,7 @@ def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     return gradient if total is None else total.add_(gradient)
 
 
-class Tower(Runner):
+class ComposedModel(FunctionalModel):
     """A module whose parameters named in a composition are composed before it runs.
 
     A linear tower runs the module's first-order expansion at the base instead:
@@ -240,7 +240,7 @@ class Tower(Runner):
         composition: Composition,
         *,
         prefix: str = "",
-        crew: Crew | None = None,
+        thread_pool: ThreadPool | None = None,
         linear: bool = False,
     ) -> None:
         self.composition = _from_zero(composition) if linear else composition
@@ -248,8 +248,8 @@ class Tower(Runner):
             name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
             for name, tensor in composition.base.items()
         }
-        replica = Linear if linear else Replica
-        super().__init__(module, composed, prefix=prefix, crew=crew, replica=replica)
+        replica = LinearisedReplica if linear else Replica
+        super().__init__(module, composed, prefix=prefix, thread_pool=thread_pool, replica=replica)
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compose: from now on the module runs with these tensors."""
@@ -276,18 +276,20 @@ def _from_zero(composition: Composition) -> Composition:
     return dataclasses.replace(composition, base=base)
 
 
-class NormTower(Tower):
+class LayerNormModel(ComposedModel):
     """A tower that adds what is learned, (1, numbers), to its LayerNorms' weights and biases."""
 
     def __init__(
-        self, module: torch.nn.Module, *, prefix: str = "", crew: Crew | None = None
+        self, module: torch.nn.Module, *, prefix: str = "", thread_pool: ThreadPool | None = None
     ) -> None:
         names = norm_names(module)
         base = {f"{prefix}{name}": module.get_parameter(name).detach() for name in names}
         sizes = [math.prod(tensor.shape) for tensor in base.values()]
         labels = tuple(f"{name}[{i}]" for name, t in base.items() for i in range(t.numel()))
         whole = Layout(labels, {name: Segments((0,), ()) for name in base})
-        super().__init__(module, Composition(base, {}, whole, 1), prefix=prefix, crew=crew)
+        super().__init__(
+            module, Composition(base, {}, whole, 1), prefix=prefix, thread_pool=thread_pool
+        )
         self._sizes = sizes
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atlas_cli.core.storage import Factors, Part
+from atlas_cli.core.storage import BlockPart, Factors
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
@@ -74,13 +74,13 @@ class _Piece:
         rows, columns = self.up.shape[0], math.prod(self.down.shape[1:])
         return (columns, rows) if self.transposed else (rows, columns)
 
-    def read(self) -> Part:
+    def read(self) -> BlockPart:
         """The factors in float32, with the scale in `up`."""
         up = self.up.read().float().flatten(1)
         down = self.down.read().float().flatten(1)
         if self.transposed:
             up, down = down.T.contiguous(), up.T.contiguous()
-        return Part(self.start, up * self.scale, down)
+        return BlockPart(self.start, up * self.scale, down)
 
 
 def is_adapter(source: Source, tensors: LazyTensors) -> bool:
@@ -244,6 +244,8 @@ def _file_block(
         raise MismatchError(f"{where}: the factors of {name} are {shapes}, but it has {shape}")
 
     def read() -> Factors:
-        return Factors(shape, (Part(0, up.read().float() * (_ALPHA / rank), down.read().float()),))
+        return Factors(
+            shape, (BlockPart(0, up.read().float() * (_ALPHA / rank), down.read().float()),)
+        )
 
     return read

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.models.composed import Crew, Replica, Runner, Tangent, norm_names, twin
+from atlas_cli.models.composed import (
+    FunctionalModel,
+    Replica,
+    TangentReplica,
+    ThreadPool,
+    norm_names,
+    sharing_copy,
+)
 
 _PROJECTIONS = ("proj", "attnpool.c_proj.weight", "attnpool.c_proj.bias", "head.proj.weight")
 
@@ -40,7 +47,7 @@ def checkpoint_activations(module: torch.nn.Module) -> None:
     module.set_grad_checkpointing(True)  # type: ignore[operator]
 
 
-class TunedTower(Runner):
+class TrainableModel(FunctionalModel):
     """A tower that is trained in place: what it learns are its own tensors.
 
     A linear one trains the weights theta of f(x; theta0) + J (theta - theta0), in copies.
@@ -52,13 +59,13 @@ class TunedTower(Runner):
         names: list[str],
         *,
         prefix: str = "",
-        crew: Crew | None = None,
+        thread_pool: ThreadPool | None = None,
         linear: bool = False,
     ) -> None:
         own = {f"{prefix}{name}": module.get_parameter(name).detach() for name in names}
         tensors = {name: tensor.clone() for name, tensor in own.items()} if linear else own
-        replica = Tangent if linear else Replica
-        super().__init__(module, tensors, prefix=prefix, crew=crew, replica=replica)
+        replica = TangentReplica if linear else Replica
+        super().__init__(module, tensors, prefix=prefix, thread_pool=thread_pool, replica=replica)
 
     @property
     def values(self) -> Mapping[str, torch.Tensor]:
@@ -86,7 +93,7 @@ class Pair:
     down: str
 
 
-class LoraTower(Runner):
+class LoraModel(FunctionalModel):
     """A tower of which some weights are W + scale * up @ down, and the factors are trained."""
 
     def __init__(
@@ -97,7 +104,7 @@ class LoraTower(Runner):
         scale: float,
         *,
         prefix: str = "",
-        crew: Crew | None = None,
+        thread_pool: ThreadPool | None = None,
     ) -> None:
         self.values = dict(factors)
         self._pairs, self._scale = pairs, scale
@@ -106,7 +113,7 @@ class LoraTower(Runner):
             for pair in pairs
         }
         tensors = {name: tensor.clone() for name, tensor in self._base.items()}
-        super().__init__(module, tensors, prefix=prefix, crew=crew, replica=Replica)
+        super().__init__(module, tensors, prefix=prefix, thread_pool=thread_pool, replica=Replica)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """W + scale * up @ down: from now on the module runs with these weights."""
@@ -177,7 +184,7 @@ def _adapted(clip: torch.nn.Module, rank: int, seed: int) -> Iterator[tuple[Modu
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets_of(clip))
-        yield peft, peft.get_peft_model(twin(clip), config)
+        yield peft, peft.get_peft_model(sharing_copy(clip), config)
 
 
 def _import_peft() -> ModuleType:

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from atlas_cli.native.operands import Operands, Sum, Target
+from atlas_cli.native.operands import FileTarget, Operands, Sum
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
@@ -93,7 +93,7 @@ def add(terms: Operands, total: Sum) -> torch.Tensor | None:
     return out if _add(terms, total, _Result(out.data_ptr())) else None
 
 
-def write(terms: Operands, total: Sum, to: Target) -> bool:
+def write(terms: Operands, total: Sum, to: FileTarget) -> bool:
     """Write the sum to its place, and tell whether it was: files are read and written meanwhile.
 
     It was not if the loops do not read the terms from files, or something went wrong.

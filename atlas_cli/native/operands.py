@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from atlas_cli.io.tensors import Place
+from atlas_cli.io.tensors import FileSpan
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Operands:
     device: torch.device
     read: Callable[[int, int], Iterable[torch.Tensor]]
     start: int = 0
-    places: tuple[Place, ...] = ()
+    places: tuple[FileSpan, ...] = ()
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -58,7 +58,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Target:
+class FileTarget:
     """Where in an opened file a result goes. With `finite` it must be that."""
 
     file: int

@@ -8,7 +8,7 @@ from typing import Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.coefficients import learned_problems
-from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, Row, parameter_problems
+from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, MethodSpec, parameter_problems
 from atlas_cli.sources.references import parse_reference
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -83,7 +83,7 @@ def _reference_problems(text: object, where: str) -> Iterator[str]:
 # Models ---------------------------------------------------------------------------------------
 
 
-def _model_problems(found: Mapping[str, Any], row: Row | None, where: str) -> Iterator[str]:
+def _model_problems(found: Mapping[str, Any], row: MethodSpec | None, where: str) -> Iterator[str]:
     for key in _OURS:
         if key in found:
             yield f"{where}: '{key}' belongs to merge_method atlas"
@@ -137,7 +137,7 @@ def _slice_problems(slices: list[Any], where: str) -> Iterator[str]:
 
 
 def _number_problems(
-    entries: Sequence[Mapping[str, Any]], base: object, row: Row, where: str
+    entries: Sequence[Mapping[str, Any]], base: object, row: MethodSpec, where: str
 ) -> Iterator[str]:
     names = [entry.get("model") for entry in entries]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -154,7 +154,7 @@ def _number_problems(
 def _value_problems(
     entries: Sequence[Mapping[str, Any]],
     base: object,
-    row: Row,
+    row: MethodSpec,
     where: str,
     levels: list[tuple[Any, str]],
 ) -> Iterator[str]:

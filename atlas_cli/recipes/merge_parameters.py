@@ -28,7 +28,7 @@ Base = Literal["no", "may", "must"]
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodSpec:
     """A method: what it does with a base, how many models it merges, and its parameters.
 
     The number of models does not count the base, unless the method has no use for one.
@@ -59,36 +59,36 @@ _ELECTION = {
 }
 
 
-def _arithmetic(normalize: bool, rescale: bool, own: Knobs, merge: Knobs) -> Row:
+def _arithmetic(normalize: bool, rescale: bool, own: Knobs, merge: Knobs) -> MethodSpec:
     """A method of the family of task arithmetic, and what it has beside the family's."""
     switches = {"normalize": Knob(normalize), "rescale": Knob(rescale)}
     shared = {**switches, "lambda": _LAMBDA, "int8_mask": _INT8}
-    return Row("must", (1, None), {**_OWN, **own}, {**shared, **merge})
+    return MethodSpec("must", (1, None), {**_OWN, **own}, {**shared, **merge})
 
 
-def _spectral(**more: Knob) -> Row:
+def _spectral(**more: Knob) -> MethodSpec:
     """A method that decomposes the matrices of task vectors."""
-    return Row("must", (1, None), {"weight": Knob(1.0)}, {"lambda": _LAMBDA, **more})
+    return MethodSpec("must", (1, None), {"weight": Knob(1.0)}, {"lambda": _LAMBDA, **more})
 
 
 # One row for each of core/methods/registry.py; a test holds the two equal.
-METHODS: Mapping[str, Row] = {
-    "linear": Row("no", (1, None), {"weight": Knob()}, {"normalize": Knob(True)}),
-    "slerp": Row("must", (1, 1), {}, {"t": Knob()}),
-    "nuslerp": Row(
+METHODS: Mapping[str, MethodSpec] = {
+    "linear": MethodSpec("no", (1, None), {"weight": Knob()}, {"normalize": Knob(True)}),
+    "slerp": MethodSpec("must", (1, 1), {}, {"t": Knob()}),
+    "nuslerp": MethodSpec(
         "may",
         (2, 2),
         {"weight": Knob()},
         {"nuslerp_flatten": Knob(True), "nuslerp_row_wise": Knob(False)},
     ),
-    "multislerp": Row(
+    "multislerp": MethodSpec(
         "may",
         (1, None),
         {"weight": Knob()},
         {"normalize_weights": Knob(True), "eps": Knob(1e-8, 0.0)},
     ),
-    "karcher": Row("no", (1, None), {}, {"max_iter": Knob(10, 0), "tol": Knob(1e-5, 0.0)}),
-    "passthrough": Row("no", (1, 1), {"scale": Knob(1.0)}),
+    "karcher": MethodSpec("no", (1, None), {}, {"max_iter": Knob(10, 0), "tol": Knob(1e-5, 0.0)}),
+    "passthrough": MethodSpec("no", (1, 1), {"scale": Knob(1.0)}),
     "task_arithmetic": _arithmetic(False, False, {}, {}),
     "ties": _arithmetic(True, False, {}, {**_SCOPE, **_ROUNDING, **_ELECTION}),
     "dare_linear": _arithmetic(False, True, {}, _RESCALE_BY),
@@ -97,12 +97,16 @@ METHODS: Mapping[str, Row] = {
     "della_linear": _arithmetic(False, True, _EPSILON, _RESCALE_BY),
     "breadcrumbs": _arithmetic(False, False, _GAMMA, _SCOPE),
     "breadcrumbs_ties": _arithmetic(False, False, _GAMMA, {**_SCOPE, **_ELECTION}),
-    "model_stock": Row("must", (2, None), {}, {"filter_wise": Knob(False)}),
-    "sce": Row("must", (1, None), {}, {"select_topk": Knob(1.0, 0.0, 1.0), "int8_mask": _INT8}),
-    "wise_ft": Row("must", (1, 1), {}, {"alpha": Knob(0.5)}),
-    "lines": Row("must", (1, None), {"weight": Knob(1.0)}, {"alpha": Knob(), "beta": Knob()}),
-    "metagpt": Row("must", (1, None), {}, {"lambda": _LAMBDA}),
-    "consensus": Row(
+    "model_stock": MethodSpec("must", (2, None), {}, {"filter_wise": Knob(False)}),
+    "sce": MethodSpec(
+        "must", (1, None), {}, {"select_topk": Knob(1.0, 0.0, 1.0), "int8_mask": _INT8}
+    ),
+    "wise_ft": MethodSpec("must", (1, 1), {}, {"alpha": Knob(0.5)}),
+    "lines": MethodSpec(
+        "must", (1, None), {"weight": Knob(1.0)}, {"alpha": Knob(), "beta": Knob()}
+    ),
+    "metagpt": MethodSpec("must", (1, None), {}, {"lambda": _LAMBDA}),
+    "consensus": MethodSpec(
         "must",
         (1, None),
         {"threshold": Knob(0.4, 0.0)},
@@ -111,7 +115,7 @@ METHODS: Mapping[str, Row] = {
     "tsv": _spectral(),
     "iso_c": _spectral(),
     "iso_cts": _spectral(common_space_fraction=Knob(0.8, 0.0, 1.0)),
-    "atlas": Row("must", (0, 0)),
+    "atlas": MethodSpec("must", (0, 0)),
 }
 # What mergekit has and atlas does not: named, so that nobody looks for a misspelling.
 OTHERS = ("arcee_fusion", "nearswap", "ram", "ramplus_tl", "rectify_embed")

@@ -13,7 +13,7 @@ import torch
 
 from atlas_cli.core import geometry
 from atlas_cli.core.geometry import Spectrum
-from atlas_cli.core.layer_names import Place, places
+from atlas_cli.core.layer_names import LayerPosition, places
 from atlas_cli.core.storage import Block
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import read_metadata
@@ -126,7 +126,7 @@ def describe_vector(
     )
 
 
-def _describe_block(info: BlockInfo, place: Place, block: Block) -> BlockFacts:
+def _describe_block(info: BlockInfo, place: LayerPosition, block: Block) -> BlockFacts:
     rank, energy = None, {}
     if geometry.is_matrix(info.shape):
         singular = geometry.singular_values(block)

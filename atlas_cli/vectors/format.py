@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from atlas_cli.core import geometry
-from atlas_cli.core.storage import Block, Dense, Factors, Part, Quantised
+from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, Quantised
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
@@ -268,7 +268,9 @@ def _check_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> None:
 def _read_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> Block:
     if block.storage == "factors":
         parts = tuple(
-            Part(start, *(tensors[f"{block.name}#{kind}{n}"].read() for kind in ("up", "down")))
+            BlockPart(
+                start, *(tensors[f"{block.name}#{kind}{n}"].read() for kind in ("up", "down"))
+            )
             for n, start in enumerate(block.starts)
         )
         factors = Factors(block.shape, parts)

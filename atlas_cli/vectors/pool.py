@@ -14,7 +14,16 @@ from atlas_cli.core import storage
 from atlas_cli.core.compose import Composition
 from atlas_cli.core.granularity import Layout
 from atlas_cli.core.stacks import Stack, map_blocks, stack_blocks
-from atlas_cli.core.storage import Block, Dense, Factors, Form, Part, Quantised, encode, storage_of
+from atlas_cli.core.storage import (
+    Block,
+    BlockPart,
+    Dense,
+    Factors,
+    Form,
+    Quantised,
+    encode,
+    storage_of,
+)
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
 from atlas_cli.io.tensors import LazyTensors
@@ -199,7 +208,7 @@ def moved(block: Block, device: torch.device) -> Block:
         case Quantised(values, scales):
             return Quantised(values.to(device), scales.to(device))
         case Factors(shape, parts):
-            there = (Part(p.start, p.up.to(device), p.down.to(device)) for p in parts)
+            there = (BlockPart(p.start, p.up.to(device), p.down.to(device)) for p in parts)
             return Factors(shape, tuple(there))
 
 

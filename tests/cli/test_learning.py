@@ -122,7 +122,7 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
 ):
     from atlas_cli.cli.fit import Fitting
     from atlas_cli.cli.learning import plan_recipe, resolve
-    from atlas_cli.cli.options import Wishes
+    from atlas_cli.cli.options import RunOptions
     from atlas_cli.learning.batches import predict
     from atlas_cli.learning.setup import prepared
 
@@ -135,9 +135,9 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
 
     flags = {"model": str(world / "base"), "vectors": [str(world / "v")]}
     command = Fitting()
-    inputs = resolve(command, plan_recipe(command, [str(test)], flags), Wishes(device="cpu"))
+    inputs = resolve(command, plan_recipe(command, [str(test)], flags), RunOptions(device="cpu"))
     table = torch.tensor([list(row.values()) for row in recipe["coefficients"].values()])
-    with prepared(inputs, command.lesson(), print) as ready:
+    with prepared(inputs, command.objective_factory(), print) as ready:
         setting = ready.setting
         assert list(recipe["coefficients"]["birds"]) == list(ready.layout.labels)
         setting.tower.load(table)

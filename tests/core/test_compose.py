@@ -13,7 +13,7 @@ from atlas_cli.core import granularity
 from atlas_cli.core.compose import Composition, coefficient_gradient, compose, compose_block
 from atlas_cli.core.granularity import Layout, Scattered, Shapes, indices
 from atlas_cli.core.stacks import FactorStack, MappedStack, map_blocks, stack_blocks
-from atlas_cli.core.storage import Block, Dense, Factors, Part, decode, factorise, quantise
+from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, decode, factorise, quantise
 
 SHAPES: Shapes = {
     "a.attn.in_proj_weight": (96, 32),
@@ -35,7 +35,8 @@ def three_thirds(values: torch.Tensor) -> Block:
         return Dense(values)
     rows = len(values) // 3
     parts = tuple(
-        Part(n * rows, random((rows, 4), n), random((4, values.shape[1]), n + 9)) for n in range(3)
+        BlockPart(n * rows, random((rows, 4), n), random((4, values.shape[1]), n + 9))
+        for n in range(3)
     )
     return Factors(tuple(values.shape), parts)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from makers import FORMS, lora
 
 from atlas_cli.core import geometry
-from atlas_cli.core.storage import Block, Dense, Factors, Part, decode
+from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, decode
 
 
 def matrix(seed: int, *shape: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def stacked(blocks: list[Block]) -> np.ndarray:
 def test_the_effective_rank_of_a_rank_one_matrix_is_one():
     block = Dense(matrix(0, 30, 1) @ matrix(1, 1, 20))
     assert geometry.effective_rank(geometry.singular_values(block)) == pytest.approx(1, abs=1e-4)
-    exact = Factors((30, 20), (Part(0, matrix(0, 30, 1), matrix(1, 1, 20)),))
+    exact = Factors((30, 20), (BlockPart(0, matrix(0, 30, 1), matrix(1, 1, 20)),))
     assert geometry.effective_rank(geometry.singular_values(exact)) == 1
 
 
@@ -90,7 +90,7 @@ def factors(draw: st.DrawFn) -> Factors:
     for seed in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, rows - 1))
         height, rank = draw(st.integers(1, rows - start)), draw(st.integers(1, 6))
-        parts.append(Part(start, matrix(seed, height, rank), matrix(seed + 9, rank, columns)))
+        parts.append(BlockPart(start, matrix(seed, height, rank), matrix(seed + 9, rank, columns)))
     return Factors((rows, columns), tuple(parts))
 
 

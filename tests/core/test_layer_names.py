@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atlas_cli.core.layer_names import Place, places
+from atlas_cli.core.layer_names import LayerPosition, places
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from atlas_cli.core.layer_names import Place, places
     ],
 )
 def test_the_layer_and_the_kind_of_one_tower(name: str, layer: str, kind: str):
-    assert places([name]) == {name: Place(layer, kind)}
+    assert places([name]) == {name: LayerPosition(layer, kind)}
 
 
 def test_two_towers_are_kept_apart():
     names = ["visual.transformer.resblocks.3.ln_1.weight", "transformer.resblocks.3.ln_1.weight"]
     assert list(places(names).values()) == [
-        Place("3", "ln_1.weight"),
-        Place("3", "text.ln_1.weight"),
+        LayerPosition("3", "ln_1.weight"),
+        LayerPosition("3", "text.ln_1.weight"),
     ]

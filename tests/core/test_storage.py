@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas_cli.core.storage import (
+    BlockPart,
     Dense,
     Factors,
     Form,
-    Part,
     Quantised,
     bytes_of,
     decode,
@@ -38,7 +38,7 @@ def random_matrix(rows: int, columns: int, rank: int | None = None, seed: int = 
 def thirds(seed: int = 0) -> Factors:
     """Low-rank parts in the first and the last third of the rows."""
     up, down = random_matrix(4, 2, seed=seed), random_matrix(2, 5, seed=seed + 1)
-    return Factors((12, 5), (Part(0, up, down), Part(8, 2 * up, down)))
+    return Factors((12, 5), (BlockPart(0, up, down), BlockPart(8, 2 * up, down)))
 
 
 # 8-bit integers -------------------------------------------------------------------------------

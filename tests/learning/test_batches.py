@@ -16,20 +16,35 @@ from PIL import Image
 
 from atlas_cli.core.compose import Composition
 from atlas_cli.core.granularity import by_block
-from atlas_cli.core.optimizers import Descent
+from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import Sample, open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
 from atlas_cli.errors import DataError
-from atlas_cli.learning.batches import Score, Stream, Streams, Training, predict, score
+from atlas_cli.learning.batches import (
+    LabelledData,
+    TaskData,
+    TaskScore,
+    TrainingConfig,
+    predict,
+    score,
+)
 from atlas_cli.learning.fit import recognise
-from atlas_cli.learning.labelled import Joint
-from atlas_cli.learning.selection import Moment, Stage, Verdict, begin, learn, settle, stages
+from atlas_cli.learning.labelled import LabelledObjective
+from atlas_cli.learning.selection import (
+    Checkpoint,
+    Fold,
+    Selection,
+    begin,
+    folds_for,
+    learn,
+    select_coefficients,
+)
 from atlas_cli.models.clip import Blueprint, build
-from atlas_cli.models.composed import Tower
+from atlas_cli.models.composed import ComposedModel
 
-QUICK = Training(epochs=3, batch_size=6, min_steps=2, augment="none")
+QUICK = TrainingConfig(epochs=3, batch_size=6, min_steps=2, augment="none")
 
 
 def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -43,7 +58,7 @@ def model() -> tuple[torch.nn.Module, View]:
     return module.visual.eval().requires_grad_(False), view_of(preprocess)
 
 
-def tower_of(module: torch.nn.Module, size: float = 1.0) -> Tower:
+def tower_of(module: torch.nn.Module, size: float = 1.0) -> ComposedModel:
     """The module with two random vectors, as large as its own weights times `size`."""
     base = {f"visual.{name}": tensor for name, tensor in module.named_parameters()}
     stacks = {
@@ -56,7 +71,7 @@ def tower_of(module: torch.nn.Module, size: float = 1.0) -> Tower:
         for n, (name, tensor) in enumerate(base.items())
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-    return Tower(module, Composition(base, stacks, by_block(shapes), 2), prefix="visual.")
+    return ComposedModel(module, Composition(base, stacks, by_block(shapes), 2), prefix="visual.")
 
 
 HEAD = 10 * torch.nn.functional.normalize(random((3, 32), 4), dim=-1)
@@ -90,38 +105,42 @@ def shuffled(pixels: Pixels, seed: int) -> Pixels:
 
 
 def material_of(
-    tower: Tower, pixels: Pixels, head: torch.Tensor, training: Training, *judges: Pixels
-) -> Joint:
+    tower: ComposedModel,
+    pixels: Pixels,
+    head: torch.Tensor,
+    training: TrainingConfig,
+    *judges: Pixels,
+) -> LabelledObjective:
     """What `fit` learns from."""
     start = torch.zeros(tower.composition.shape)
-    streams = (Stream(pixels, head),)
-    return Joint(tower, streams, training, recognise, start, judges=judges)
+    streams = (TaskData(pixels, head),)
+    return LabelledObjective(tower, streams, training, recognise, start, judges=judges)
 
 
-def only(material: Joint) -> Pixels:
-    return material.streams[0].pixels
+def only(objective: LabelledObjective) -> Pixels:
+    return objective.streams[0].pixels
 
 
 def one_stream(
-    pixels: Pixels, indices: Sequence[int], head: torch.Tensor, training: Training
-) -> Streams:
-    return Streams([Stream(pixels, head)], [indices], training)
+    pixels: Pixels, indices: Sequence[int], head: torch.Tensor, training: TrainingConfig
+) -> LabelledData:
+    return LabelledData([TaskData(pixels, head)], [indices], training)
 
 
-def stages_of(select: str, pixels: Pixels, seed: int = 0) -> list[Stage]:
-    return stages(select, [pixels], seed)
+def stages_of(select: str, pixels: Pixels, seed: int = 0) -> list[Fold]:
+    return folds_for(select, [pixels], seed)
 
 
-def run(material: Joint, select: str) -> tuple[Verdict, Moment]:
-    plan = stages_of(select, only(material), material.training.seed)
-    moment = begin(material, plan)
-    for found in learn(material, plan, moment):
-        moment = found
-    return settle(material, plan, moment), moment
+def run(objective: LabelledObjective, select: str) -> tuple[Selection, Checkpoint]:
+    plan = stages_of(select, only(objective), objective.training.seed)
+    checkpoint = begin(objective, plan)
+    for found in learn(objective, plan, checkpoint):
+        checkpoint = found
+    return select_coefficients(objective, plan, checkpoint), checkpoint
 
 
 @pytest.fixture
-def material(model, folder: Path) -> Joint:
+def objective(model, folder: Path) -> LabelledObjective:
     module, view = model
     return material_of(tower_of(module), colours(folder, view, 4), HEAD, QUICK)
 
@@ -129,7 +148,7 @@ def material(model, folder: Path) -> Joint:
 # The order of images --------------------------------------------------------------------------
 
 
-def shown(problem: Streams, pixels: Pixels, step: int) -> list[int]:
+def shown(problem: LabelledData, pixels: Pixels, step: int) -> list[int]:
     """Which images a step shows, told by their pixels."""
     every = pixels.fixed(range(len(pixels.dataset.samples)))
     found = []
@@ -153,7 +172,7 @@ def test_an_epoch_shows_every_image_equally_often_in_enough_steps(
     model, folder: Path, images: int, batch: int, min_steps: int, steps: int
 ):
     pixels = colours(folder, model[1], images // 3)
-    training = Training(1, batch, min_steps=min_steps, augment="none")
+    training = TrainingConfig(1, batch, min_steps=min_steps, augment="none")
     problem = one_stream(pixels, range(images), HEAD, training)
     assert (problem.epoch_steps, problem.steps) == (steps, steps)
     counts = Counter(index for step in range(steps) for index in shown(problem, pixels, step))
@@ -166,7 +185,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
     pixels = colours(folder, model[1], 4)
 
     def order(seed: int, epoch: int) -> list[int]:
-        training = Training(2, 4, min_steps=1, augment="none", seed=seed)
+        training = TrainingConfig(2, 4, min_steps=1, augment="none", seed=seed)
         problem = one_stream(pixels, range(12), HEAD, training)
         return [i for step in range(3) for i in shown(problem, pixels, 3 * epoch + step)]
 
@@ -176,7 +195,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
 
 def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
     pixels = colours(folder, model[1], 4)
-    fresh, used = (one_stream(pixels, range(12), HEAD, Training(2, 6)) for _ in range(2))
+    fresh, used = (one_stream(pixels, range(12), HEAD, TrainingConfig(2, 6)) for _ in range(2))
     for step in (0, 5, 3):
         list(used.batches(step))
     ((wanted, _),) = fresh.batches(7)
@@ -186,7 +205,7 @@ def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
 
 def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = one_stream(pixels, [0], HEAD, Training(3, 1, min_steps=1, augment="crop"))
+    problem = one_stream(pixels, [0], HEAD, TrainingConfig(3, 1, min_steps=1, augment="crop"))
     crops = [images for step in range(3) for images, _ in problem.batches(step)]
     assert len(crops) == 3
     assert not torch.equal(crops[0], crops[1])
@@ -196,7 +215,7 @@ def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
 @pytest.mark.parametrize("parts", [1, 2, 4, 5, 6, 100])
 def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder: Path, parts: int):
     pixels = colours(folder, model[1], 4)
-    training = Training(1, 6, accumulate=parts, min_steps=1, augment="flip")
+    training = TrainingConfig(1, 6, accumulate=parts, min_steps=1, augment="flip")
     whole = one_stream(pixels, range(12), HEAD, dataclasses.replace(training, accumulate=1))
     split = one_stream(pixels, range(12), HEAD, training)
     ((images, loss_of),) = whole.batches(0)
@@ -214,7 +233,7 @@ def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder
 
 def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = one_stream(pixels, [0, 1, 2], HEAD, Training(1, 3, min_steps=1, augment="none"))
+    problem = one_stream(pixels, [0, 1, 2], HEAD, TrainingConfig(1, 3, min_steps=1, augment="none"))
     labels = pixels.labels[shown(problem, pixels, 0)]
     ((_, loss_of),) = problem.batches(0)
     features = HEAD[labels]  # where every image is exactly at its class
@@ -231,23 +250,23 @@ def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, fold
 @pytest.mark.parametrize("count", [2, 3, 4, 9])
 def test_no_image_both_teaches_and_judges(model, folder: Path, select: str, count: int):
     pixels = colours(folder, model[1], count)
-    for stage in stages_of(select, pixels, seed=0):
-        (train,) = stage.train
-        assert not stage.judged_by or not set(train) & set(stage.judged_by[0])
+    for fold in stages_of(select, pixels, seed=0):
+        (train,) = fold.train
+        assert not fold.judged_by or not set(train) & set(fold.judged_by[0])
         assert {pixels.labels[i].item() for i in train} == {0, 1, 2}
 
 
 def test_last_learns_from_all_and_looks_once_at_the_same_images(model, folder: Path):
-    (stage,) = stages_of("last", colours(folder, model[1], 2), 0)
-    assert stage.train == stage.judged_by == (tuple(range(6)),)
-    assert not stage.every_epoch
+    (fold,) = stages_of("last", colours(folder, model[1], 2), 0)
+    assert fold.train == fold.judged_by == (tuple(range(6)),)
+    assert not fold.every_epoch
 
 
 def test_val_learns_from_all_images_and_other_images_judge(model, folder: Path):
-    (stage,) = stages_of("val:elsewhere", colours(folder, model[1], 2), 0)
-    assert stage.train == (tuple(range(6)),)
-    assert stage.judged_by == ()
-    assert stage.every_epoch
+    (fold,) = stages_of("val:elsewhere", colours(folder, model[1], 2), 0)
+    assert fold.train == (tuple(range(6)),)
+    assert fold.judged_by == ()
+    assert fold.every_epoch
 
 
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (4, 1), (7, 1), (8, 2), (9, 2)])
@@ -255,9 +274,9 @@ def test_holdout_keeps_a_quarter_of_every_class_and_at_least_one(
     model, folder: Path, count: int, held: int
 ):
     pixels = colours(folder, model[1], count)
-    (stage,) = stages_of("holdout", pixels, 0)
-    assert Counter(pixels.labels[list(stage.judged_by[0])].tolist()) == {0: held, 1: held, 2: held}
-    assert sorted(stage.train[0] + stage.judged_by[0]) == list(range(3 * count))
+    (fold,) = stages_of("holdout", pixels, 0)
+    assert Counter(pixels.labels[list(fold.judged_by[0])].tolist()) == {0: held, 1: held, 2: held}
+    assert sorted(fold.train[0] + fold.judged_by[0]) == list(range(3 * count))
 
 
 @pytest.mark.parametrize(("count", "folds"), [(2, 2), (3, 3), (4, 4), (9, 4)])
@@ -265,8 +284,8 @@ def test_folds_judge_every_image_once_and_the_last_stage_learns_from_all(
     model, folder: Path, count: int, folds: int
 ):
     plan = stages_of("kfold", colours(folder, model[1], count), 0)
-    assert [stage.name for stage in plan] == [f"fold {n + 1}" for n in range(folds)] + ["all"]
-    judges = [index for stage in plan[:-1] for index in stage.judged_by[0]]
+    assert [fold.name for fold in plan] == [f"fold {n + 1}" for n in range(folds)] + ["all"]
+    judges = [index for fold in plan[:-1] for index in fold.judged_by[0]]
     assert sorted(judges) == list(range(3 * count))
     assert all(sorted(s.train[0] + s.judged_by[0]) == list(range(3 * count)) for s in plan[:-1])
     assert plan[-1].train == (tuple(range(3 * count)),)
@@ -288,21 +307,23 @@ def test_the_seed_decides_who_judges(model, folder: Path):
 # Checks and verdicts --------------------------------------------------------------------------
 
 
-def test_a_check_is_the_accuracy_and_the_mean_logarithm_of_the_right_class(material: Joint):
-    material.tower.load(torch.zeros(material.tower.composition.shape))
+def test_a_check_is_the_accuracy_and_the_mean_logarithm_of_the_right_class(
+    objective: LabelledObjective,
+):
+    objective.tower.load(torch.zeros(objective.tower.composition.shape))
     everything = range(12)
-    logits = predict(material.tower, only(material), everything, HEAD)
-    labels = only(material).labels
-    found = score(material.tower, only(material), everything, HEAD)
+    logits = predict(objective.tower, only(objective), everything, HEAD)
+    labels = only(objective).labels
+    found = score(objective.tower, only(objective), everything, HEAD)
     assert found.accuracy == (logits.argmax(1) == labels).float().mean().item()
     gain = logits.double().log_softmax(1)[range(12), labels].mean().item()
     assert found.gain == pytest.approx(gain, rel=1e-12)
 
 
 def test_checks_are_ordered_by_accuracy_first():
-    assert Score(0.5, -9.0) > Score(0.4, -1.0)
-    assert Score(0.5, -1.0) > Score(0.5, -2.0)
-    assert max([Score(0.5, -1.0), Score(0.5, -1.0)]) == Score(0.5, -1.0)
+    assert TaskScore(0.5, -9.0) > TaskScore(0.4, -1.0)
+    assert TaskScore(0.5, -1.0) > TaskScore(0.5, -2.0)
+    assert max([TaskScore(0.5, -1.0), TaskScore(0.5, -1.0)]) == TaskScore(0.5, -1.0)
 
 
 def test_logits_that_are_not_finite_classify_nothing(model, folder: Path):
@@ -313,21 +334,21 @@ def test_logits_that_are_not_finite_classify_nothing(model, folder: Path):
     assert not predict(tower, pixels, range(6), HEAD).isfinite().any()
     found = score(tower, pixels, range(6), HEAD)
     assert found.accuracy == 0
-    assert found < Score(0.0, -1e30)
+    assert found < TaskScore(0.0, -1e30)
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
 def test_colours_are_learned_and_the_verdict_is_what_judging_again_gives(
-    material: Joint, select: str
+    objective: LabelledObjective, select: str
 ):
-    verdict, _ = run(material, select)
-    assert verdict.improved
-    assert verdict.after > verdict.before
-    assert verdict.after.values["accuracy"] > 0.6
+    selection, _ = run(objective, select)
+    assert selection.improved
+    assert selection.after > selection.before
+    assert selection.after.values["accuracy"] > 0.6
     if select != "kfold":
-        (stage,) = stages_of(select, only(material), 0)
-        assert material.judge(stage, verdict.coefficients) == verdict.after
-        assert material.judge(stage, torch.zeros_like(verdict.coefficients)) == verdict.before
+        (fold,) = stages_of(select, only(objective), 0)
+        assert objective.judge(fold, selection.coefficients) == selection.after
+        assert objective.judge(fold, torch.zeros_like(selection.coefficients)) == selection.before
 
 
 @pytest.mark.parametrize("select", ["last", "holdout"])
@@ -336,16 +357,16 @@ def test_with_labels_that_mean_nothing_the_verdict_is_never_below_zero_shot(
     model, folder: Path, select: str, seed: int
 ):
     pixels = shuffled(colours(folder, model[1], 4), seed)
-    training = dataclasses.replace(QUICK, seed=seed, descent=Descent(rate=0.5))
-    material = material_of(tower_of(model[0]), pixels, HEAD, training)
-    verdict, _ = run(material, select)
-    (stage,) = stages_of(select, pixels, seed)
-    zero = material.judge(stage, torch.zeros_like(verdict.coefficients))
-    chosen = material.judge(stage, verdict.coefficients)
-    assert verdict.before == zero
-    assert verdict.after == chosen >= zero
-    assert verdict.improved == (chosen > zero)
-    assert torch.isfinite(verdict.coefficients).all()
+    training = dataclasses.replace(QUICK, seed=seed, optimizer_config=OptimizerConfig(rate=0.5))
+    objective = material_of(tower_of(model[0]), pixels, HEAD, training)
+    selection, _ = run(objective, select)
+    (fold,) = stages_of(select, pixels, seed)
+    zero = objective.judge(fold, torch.zeros_like(selection.coefficients))
+    chosen = objective.judge(fold, selection.coefficients)
+    assert selection.before == zero
+    assert selection.after == chosen >= zero
+    assert selection.improved == (chosen > zero)
+    assert torch.isfinite(selection.coefficients).all()
 
 
 def test_what_overflows_at_the_last_step_is_not_chosen(model, folder: Path):
@@ -354,15 +375,15 @@ def test_what_overflows_at_the_last_step_is_not_chosen(model, folder: Path):
     blue = tuple(Sample(sample.key, 0) for sample in pixels.dataset.samples)
     pixels = Pixels(dataclasses.replace(pixels.dataset, samples=blue), model[1], 2**30)
     head = HEAD.clone()
-    training = Training(epochs=1, batch_size=12, min_steps=1, augment="none")
+    training = TrainingConfig(epochs=1, batch_size=12, min_steps=1, augment="none")
     tower = tower_of(model[0], size=1e18)
     tower.load(torch.zeros(tower.composition.shape))
     logits = predict(tower, pixels, range(12), head)
     worst = logits.sum(0).argmin().item()
     head[[0, worst]] = head[[worst, 0]]  # class 0 is now the one that zero-shot never names
-    verdict, _ = run(material_of(tower, pixels, head, training), "last")
-    assert not verdict.improved
-    assert verdict.after == verdict.before
+    selection, _ = run(material_of(tower, pixels, head, training), "last")
+    assert not selection.improved
+    assert selection.after == selection.before
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
@@ -370,19 +391,19 @@ def test_vectors_of_zeros_improve_nothing_and_get_zero_coefficients(
     model, folder: Path, select: str
 ):
     """Every check is that of zero-shot; with folds, no epoch at all is best."""
-    material = material_of(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
-    verdict, moment = run(material, select)
-    assert not verdict.improved
-    assert not verdict.coefficients.any()
-    assert verdict.before == verdict.after
+    objective = material_of(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
+    selection, checkpoint = run(objective, select)
+    assert not selection.improved
+    assert not selection.coefficients.any()
+    assert selection.before == selection.after
     if select == "kfold":
-        assert moment.stage == 4  # the last stage took no step
-        assert {len(checks) for checks in moment.checks.values()} == {1 + QUICK.epochs}
+        assert checkpoint.fold == 4  # the last stage took no step
+        assert {len(checks) for checks in checkpoint.checks.values()} == {1 + QUICK.epochs}
 
 
-def test_folds_choose_how_long_the_last_stage_learns(material: Joint):
-    plan = stages_of("kfold", only(material), 0)
-    moments = list(learn(material, plan, begin(material, plan)))
+def test_folds_choose_how_long_the_last_stage_learns(objective: LabelledObjective):
+    plan = stages_of("kfold", only(objective), 0)
+    moments = list(learn(objective, plan, begin(objective, plan)))
     checks = moments[-1].checks
     assert checks.keys() == {"fold 1", "fold 2", "fold 3", "fold 4"}
     means = [
@@ -393,10 +414,10 @@ def test_folds_choose_how_long_the_last_stage_learns(material: Joint):
         for epoch in range(1 + QUICK.epochs)
     ]
     best = means.index(max(means))
-    problem = material.problem(plan[-1])
+    problem = objective.problem(plan[-1])
     assert len(moments) == 4 * problem.steps + best * problem.epoch_steps
-    verdict = settle(material, plan, moments[-1])
-    assert verdict.after.rank == pytest.approx(max(means))
+    selection = select_coefficients(objective, plan, moments[-1])
+    assert selection.after.rank == pytest.approx(max(means))
 
 
 def test_other_images_judge_after_every_epoch(model, folder: Path):
@@ -404,13 +425,13 @@ def test_other_images_judge_after_every_epoch(model, folder: Path):
     every = pixels.dataset
     rest = tuple(s for s in open_dataset(str(folder)).samples if int(Path(s.key).stem) >= 4)
     judges = Pixels(dataclasses.replace(every, samples=rest), model[1], 2**30)
-    material = material_of(tower_of(model[0]), pixels, HEAD, QUICK, judges)
-    verdict, moment = run(material, "val:rest")
-    assert len(moment.checks["val"]) == 1 + QUICK.epochs
-    material.tower.load(verdict.coefficients)
-    found = score(material.tower, judges, range(15), HEAD)
-    assert (found.accuracy, found.gain) == verdict.after.rank
-    assert verdict.after == max(moment.checks["val"])
+    objective = material_of(tower_of(model[0]), pixels, HEAD, QUICK, judges)
+    selection, checkpoint = run(objective, "val:rest")
+    assert len(checkpoint.checks["val"]) == 1 + QUICK.epochs
+    objective.tower.load(selection.coefficients)
+    found = score(objective.tower, judges, range(15), HEAD)
+    assert (found.accuracy, found.gain) == selection.after.rank
+    assert selection.after == max(checkpoint.checks["val"])
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
@@ -448,26 +469,26 @@ def test_the_test_images_of_a_dataset_are_never_looked_at(model, folder: Path, t
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
-def test_going_on_from_any_moment_comes_to_the_same_bits(material: Joint, select: str):
+def test_going_on_from_any_moment_comes_to_the_same_bits(objective: LabelledObjective, select: str):
     training = dataclasses.replace(QUICK, augment="crop")
-    material = dataclasses.replace(material, training=training)
-    plan = stages_of(select, only(material), 0)
-    moments = list(learn(material, plan, begin(material, plan)))
-    wanted = settle(material, plan, moments[-1])
+    objective = dataclasses.replace(objective, training=training)
+    plan = stages_of(select, only(objective), 0)
+    moments = list(learn(objective, plan, begin(objective, plan)))
+    wanted = select_coefficients(objective, plan, moments[-1])
     for stop in (0, 1, len(moments) // 2, len(moments) - 2):
-        rest = list(learn(material, plan, moments[stop]))
+        rest = list(learn(objective, plan, moments[stop]))
         assert len(rest) == len(moments) - stop - 1
-        found = settle(material, plan, rest[-1])
+        found = select_coefficients(objective, plan, rest[-1])
         assert torch.equal(found.coefficients, wanted.coefficients)
         assert (found.before, found.after) == (wanted.before, wanted.after)
         assert rest[-1].step == moments[-1].step
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
-def test_a_run_that_is_stopped_keeps_the_best_so_far(material: Joint, select: str):
-    plan = stages_of(select, only(material), 0)
-    for moment in learn(material, plan, begin(material, plan)):
-        verdict = settle(material, plan, moment)
-        assert verdict.after >= verdict.before
+def test_a_run_that_is_stopped_keeps_the_best_so_far(objective: LabelledObjective, select: str):
+    plan = stages_of(select, only(objective), 0)
+    for checkpoint in learn(objective, plan, begin(objective, plan)):
+        selection = select_coefficients(objective, plan, checkpoint)
+        assert selection.after >= selection.before
         if select != "kfold":
-            assert material.judge(plan[0], verdict.coefficients) == verdict.after
+            assert objective.judge(plan[0], selection.coefficients) == selection.after

@@ -14,7 +14,7 @@ from finetuned import TRAIN, head_of, opened, read_split, write_world
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from atlas_cli.core.optimizers import Descent, WeightDescender
+from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
@@ -22,7 +22,7 @@ from atlas_cli.learning.finetune import prepared
 from atlas_cli.learning.selection import hold_out
 from atlas_cli.learning.setup import Inputs
 from atlas_cli.models.clip import Opening
-from atlas_cli.models.trainable import ALPHA, LoraTower, TunedTower, names_of, start_factors
+from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
 from atlas_cli.recipes.finetune import EPOCHS, FinetuneRecipe, epochs_of, finetune_recipe, warmup_of
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
@@ -45,9 +45,9 @@ def tuned(world: Path, **keys: Any) -> dict[str, torch.Tensor]:
     inputs = Inputs("finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), 1)
     judge = open_dataset(recipe.data[0], split="val")
     with prepared(dataclasses.replace(inputs, judges=(judge,)), print) as ready:
-        *_, moment = ready.learn(ready.begin())
-        assert moment.over
-        return {name: tensor.clone() for name, tensor in ready.tower.load(moment.kept).items()}
+        *_, checkpoint = ready.learn(ready.begin())
+        assert checkpoint.over
+        return {name: tensor.clone() for name, tensor in ready.tower.load(checkpoint.kept).items()}
 
 
 def by_hand(world: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_a_linearised_tower_runs_the_expansion_at_the_base(world: Path):
     found = tuned(world, linearised=True, lr=1e-2)
     module = opened(world / "base").visual
     images, _ = read_split(world / "pets", "val")
-    tower = TunedTower(module, names_of(module, "all"), prefix="visual.", linear=True)
+    tower = TrainableModel(module, names_of(module, "all"), prefix="visual.", linear=True)
     tower.load(found)
     base = {name: tensor.detach() for name, tensor in module.named_parameters()}
     change = {name: found[f"visual.{name}"] - tensor for name, tensor in base.items()}
@@ -109,7 +109,7 @@ def test_the_gradient_of_factors_is_the_one_of_peft(world: Path):
     factors, pairs = start_factors(model, 2, 0)
     torch.manual_seed(0)
     factors = {name: 0.02 * torch.randn(tensor.shape) for name, tensor in factors.items()}
-    tower = LoraTower(model.visual, factors, pairs, ALPHA / 2, prefix="visual.")
+    tower = LoraModel(model.visual, factors, pairs, ALPHA / 2, prefix="visual.")
     tower.load(factors)
     tower.backward(images, lambda features: features.square().sum())
     ours = tower.gradient()
@@ -132,8 +132,8 @@ def test_the_gradient_of_factors_is_the_one_of_peft(world: Path):
 
 
 def test_the_rate_rises_and_then_falls_along_half_a_cosine():
-    descent = Descent(rate=0.8, warmup=4)
-    rates = [descent.rate_at(number, 12) for number in range(12)]
+    optimizer_config = OptimizerConfig(rate=0.8, warmup=4)
+    rates = [optimizer_config.rate_at(number, 12) for number in range(12)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
     assert rates[8] == pytest.approx(0.4)
     assert sorted(rates[4:], reverse=True) == rates[4:]
@@ -178,13 +178,15 @@ def test_a_tenth_of_every_class_is_held_out_and_one_at_least(world: Path):
 
 
 def test_weights_go_on_from_a_state_to_the_same_bits():
-    def walker() -> WeightDescender:
-        return WeightDescender({"a": torch.ones(3), "b": torch.ones(2, 2)}, 6, Descent(rate=0.1))
+    def optimizer() -> WeightOptimizer:
+        return WeightOptimizer(
+            {"a": torch.ones(3), "b": torch.ones(2, 2)}, 6, OptimizerConfig(rate=0.1)
+        )
 
     def slope(values: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.square() - 0.5 for name, tensor in values.items()}
 
-    whole, first, second = walker(), walker(), walker()
+    whole, first, second = optimizer(), optimizer(), optimizer()
     for _ in range(6):
         whole.step(slope(whole.values))
     for _ in range(2):

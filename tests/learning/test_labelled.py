@@ -17,17 +17,31 @@ from torch.func import functional_call
 
 from atlas_cli.core.compose import compose
 from atlas_cli.core.losses import FORGET, Loss, cross_entropy, entropy
-from atlas_cli.core.optimizers import Descent
+from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Sample
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.add import combine
-from atlas_cli.learning.batches import Score, Stream, Streams, Training, predict, score
-from atlas_cli.learning.labelled import Joint
+from atlas_cli.learning.batches import (
+    LabelledData,
+    TaskData,
+    TaskScore,
+    TrainingConfig,
+    predict,
+    score,
+)
+from atlas_cli.learning.labelled import LabelledObjective
 from atlas_cli.learning.negate import forget
-from atlas_cli.learning.selection import Check, begin, choose, learn, settle, stages
+from atlas_cli.learning.selection import (
+    Score,
+    begin,
+    folds_for,
+    learn,
+    search_tables,
+    select_coefficients,
+)
 
 OTHER = 10 * F.normalize(random((3, 32), 5), dim=-1)
-QUICK = Training(epochs=4, batch_size=8, min_steps=2, augment="none")
+QUICK = TrainingConfig(epochs=4, batch_size=8, min_steps=2, augment="none")
 
 
 # One batch, one composition, as many heads as there are tasks ----------------------------------
@@ -61,11 +75,11 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tasks(
     tasks = [colours(folder, view, 2), colours(folder, view, 9)]
     heads = [HEAD, OTHER]
     streams = [
-        Stream(pixels, head, loss, 0.5)
+        TaskData(pixels, head, loss, 0.5)
         for pixels, head, loss in zip(tasks, heads, losses, strict=True)
     ]
     training = dataclasses.replace(QUICK, accumulate=parts)
-    problem = Streams(streams, [range(6), range(27)], training)
+    problem = LabelledData(streams, [range(6), range(27)], training)
     tower = tower_of(module)
     table = 0.1 * random(tower.composition.shape, 1)
     tower.load(table)
@@ -90,7 +104,7 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tasks(
     assert (gradient - slope).norm() / slope.norm() < 1e-5
 
 
-def sorted_by_task(problem: Streams, task: int) -> list[int]:
+def sorted_by_task(problem: LabelledData, task: int) -> list[int]:
     """The images of the first step, as the task's own deck deals them."""
     return problem._decks[task].hand(0, 0)
 
@@ -99,7 +113,9 @@ def test_entropy_looks_at_no_label(model, folder: Path):  # noqa: F811
     pixels = colours(folder, model[1], 4)
     features, losses = random((8, 32), 3), []
     for some in (pixels, shuffled(pixels, 1)):
-        ((_, loss_of),) = Streams([Stream(some, HEAD, entropy)], [range(12)], QUICK).batches(0)
+        ((_, loss_of),) = LabelledData([TaskData(some, HEAD, entropy)], [range(12)], QUICK).batches(
+            0
+        )
         losses.append(loss_of(features).item())
     assert losses[0] == losses[1]
 
@@ -113,9 +129,9 @@ def test_streams_of_any_length_come_equally_often_in_every_batch(
 ):
     """A target larger than the control, and the other way round: the shorter one comes again."""
     tasks = [colours(folder, model[1], first), colours(folder, model[1], second)]
-    streams = [Stream(pixels, HEAD, share=0.5) for pixels in tasks]
+    streams = [TaskData(pixels, HEAD, share=0.5) for pixels in tasks]
     indices = [range(3 * first), range(3 * second)]
-    problem = Streams(streams, indices, dataclasses.replace(QUICK, min_steps=1))
+    problem = LabelledData(streams, indices, dataclasses.replace(QUICK, min_steps=1))
     assert problem.epoch_steps == max(-(-3 * first // 4), -(-3 * second // 4))
     for task, count in enumerate((first, second)):
         hands = [problem._decks[task].hand(0, step) for step in range(problem.epoch_steps)]
@@ -128,16 +144,16 @@ def test_streams_of_any_length_come_equally_often_in_every_batch(
 
 def test_one_task_alone_is_few_shot_learning(model, folder: Path):  # noqa: F811
     pixels = colours(folder, model[1], 4)
-    streams = [Stream(pixels, HEAD)]
-    problem = Streams(streams, [range(12)], QUICK)
+    streams = [TaskData(pixels, HEAD)]
+    problem = LabelledData(streams, [range(12)], QUICK)
     assert sum(len(shown(problem, pixels, step)) for step in range(problem.epoch_steps)) == 16
 
 
 def test_more_tasks_than_images_in_a_batch_give_one_image_each(model, folder: Path):  # noqa: F811
     pixels = colours(folder, model[1], 2)
-    streams = [Stream(pixels, HEAD, share=0.1) for _ in range(10)]
+    streams = [TaskData(pixels, HEAD, share=0.1) for _ in range(10)]
     training = dataclasses.replace(QUICK, batch_size=4)
-    ((images, _),) = Streams(streams, [range(6)] * 10, training).batches(0)
+    ((images, _),) = LabelledData(streams, [range(6)] * 10, training).batches(0)
     assert len(images) == 10
 
 
@@ -151,18 +167,18 @@ accuracies = st.floats(0, 1)
 def test_forgetting_is_valid_only_if_the_control_holds_and_the_targets_fall(
     targets: list[float], control: float, zero_shot: float, keep: float
 ):
-    before = [Score(a, 0.0) for a in (*targets[:2], zero_shot)]
-    found = forget(keep, [Score(a, 0.0) for a in (*targets[2:], control)], before)
+    before = [TaskScore(a, 0.0) for a in (*targets[:2], zero_shot)]
+    found = forget(keep, [TaskScore(a, 0.0) for a in (*targets[2:], control)], before)
     lower = sum(targets[2:]) / 2 < sum(targets[:2]) / 2
     assert found.valid == (control >= keep * zero_shot and lower)
     assert found.values == {"target": sum(targets[2:]) / 2, "control": control}
 
 
 def test_the_lowest_target_wins_and_then_the_highest_control():
-    zero_shot = [Score(0.8, 0.0), Score(0.9, 0.0)]
+    zero_shot = [TaskScore(0.8, 0.0), TaskScore(0.9, 0.0)]
 
-    def check(target: float, control: float) -> Check:
-        return forget(0.95, [Score(target, 0.0), Score(control, 0.0)], zero_shot)
+    def check(target: float, control: float) -> Score:
+        return forget(0.95, [TaskScore(target, 0.0), TaskScore(control, 0.0)], zero_shot)
 
     assert check(0.1, 0.9) > check(0.2, 0.9)
     assert check(0.1, 0.95) > check(0.1, 0.9)
@@ -170,20 +186,24 @@ def test_the_lowest_target_wins_and_then_the_highest_control():
 
 
 def test_combining_is_judged_relative_to_each_own_model():
-    individual = [Score(0.5, 0.0), Score(1.0, 0.0)]
-    found = combine([None, None], [Score(0.25, -1.0), Score(0.5, -2.0)], individual)
+    individual = [TaskScore(0.5, 0.0), TaskScore(1.0, 0.0)]
+    found = combine([None, None], [TaskScore(0.25, -1.0), TaskScore(0.5, -2.0)], individual)
     assert found.values == {"accuracy": 0.375, "normalised": 0.5}
-    given_one = combine([0.25, None], [Score(0.25, -1.0), Score(0.5, -2.0)], individual)
+    given_one = combine([0.25, None], [TaskScore(0.25, -1.0), TaskScore(0.5, -2.0)], individual)
     assert given_one.values["normalised"] == 0.75
 
 
-def negation(tower, target: Pixels, control: Pixels, keep: float, training: Training) -> Joint:
+def negation(
+    tower, target: Pixels, control: Pixels, keep: float, training: TrainingConfig
+) -> LabelledObjective:
     zero = torch.zeros(tower.composition.shape)
     streams = (
-        Stream(target, HEAD, FORGET["unlikelihood"], 0.5),
-        Stream(control, OTHER, share=0.5),
+        TaskData(target, HEAD, FORGET["unlikelihood"], 0.5),
+        TaskData(control, OTHER, share=0.5),
     )
-    return Joint(tower, streams, training, partial(forget, keep), zero, references=(zero, zero))
+    return LabelledObjective(
+        tower, streams, training, partial(forget, keep), zero, references=(zero, zero)
+    )
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -204,32 +224,34 @@ def test_whatever_is_chosen_keeps_the_control_on_the_images_that_judge(
     select: str,
 ):
     target, control = (colours(folder, model[1], count) for count in counts)
-    training = dataclasses.replace(QUICK, epochs=2, seed=seed, descent=Descent(rate=rate))
-    material = negation(tower_of(model[0]), target, control, keep, training)
-    plan = stages(select, [target, control], seed)
-    moment = begin(material, plan)
-    for found in learn(material, plan, moment):
-        moment = found
-        verdict = settle(material, plan, moment)
-        if verdict.improved:
-            material.tower.load(verdict.coefficients)
-            after = score(material.tower, control, range(3 * counts[1]), OTHER)
-            lower = score(material.tower, target, range(3 * counts[0]), HEAD)
-            before = material.reference(plan[0])
+    training = dataclasses.replace(
+        QUICK, epochs=2, seed=seed, optimizer_config=OptimizerConfig(rate=rate)
+    )
+    objective = negation(tower_of(model[0]), target, control, keep, training)
+    plan = folds_for(select, [target, control], seed)
+    checkpoint = begin(objective, plan)
+    for found in learn(objective, plan, checkpoint):
+        checkpoint = found
+        selection = select_coefficients(objective, plan, checkpoint)
+        if selection.improved:
+            objective.tower.load(selection.coefficients)
+            after = score(objective.tower, control, range(3 * counts[1]), OTHER)
+            lower = score(objective.tower, target, range(3 * counts[0]), HEAD)
+            before = objective.reference(plan[0])
             assert after.accuracy >= keep * before[1].accuracy
             assert lower.accuracy < before[0].accuracy
         else:
-            assert not verdict.coefficients.any()
+            assert not selection.coefficients.any()
 
 
 def test_a_search_that_finds_nothing_leaves_zero(model, folder: Path):  # noqa: F811
     target = colours(folder, model[1], 2)
-    material = negation(tower_of(model[0]), target, target, 5.0, QUICK)
-    (stage,) = stages("same", [target, target], 0)
-    tables = (torch.full_like(material.start, -scale / 4) for scale in range(1, 5))
-    verdict = choose(material, stage, tables)
-    assert not verdict.improved
-    assert verdict.after is verdict.before
+    objective = negation(tower_of(model[0]), target, target, 5.0, QUICK)
+    (fold,) = folds_for("same", [target, target], 0)
+    tables = (torch.full_like(objective.start, -scale / 4) for scale in range(1, 5))
+    selection = search_tables(objective, fold, tables)
+    assert not selection.improved
+    assert selection.after is selection.before
 
 
 def as_it_sees(tower, pixels: Pixels, head: torch.Tensor) -> Pixels:
@@ -249,16 +271,16 @@ def test_where_no_epoch_keeps_the_control_a_smaller_step_in_the_same_direction_i
     tower = tower_of(model[0])
     target = as_it_sees(tower, colours(folder, model[1], 9), HEAD)
     control = as_it_sees(tower, colours(folder, model[1], 9), OTHER)
-    training = dataclasses.replace(QUICK, epochs=1, descent=Descent(rate=30.0))
-    plan = stages("same", [target, control], 0)
+    training = dataclasses.replace(QUICK, epochs=1, optimizer_config=OptimizerConfig(rate=30.0))
+    plan = folds_for("same", [target, control], 0)
     plain = negation(tower, target, control, 0.9, training)
     shares = (0.5, *(0.2 * 0.8**power for power in range(30)))
     chosen = []
-    for material in (plain, dataclasses.replace(plain, retreat=shares)):
-        moment = begin(material, plan)
-        for found in learn(material, plan, moment):
-            moment = found
-        chosen.append(settle(material, plan, moment))
+    for objective in (plain, dataclasses.replace(plain, backtrack=shares)):
+        checkpoint = begin(objective, plan)
+        for found in learn(objective, plan, checkpoint):
+            checkpoint = found
+        chosen.append(select_coefficients(objective, plan, checkpoint))
     without, retreated = chosen
     assert not without.improved
     assert retreated.improved

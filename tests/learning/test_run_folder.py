@@ -14,11 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from atlas_cli.core.optimizers import Descender, Descent
+from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.learning.loop import Step
-from atlas_cli.learning.run_folder import Run, Saved, check_folder, from_saved, open_run, to_saved
-from atlas_cli.learning.selection import Check, Moment
+from atlas_cli.learning.run_folder import (
+    RunFolder,
+    SavedRun,
+    check_folder,
+    from_saved,
+    open_run,
+    to_saved,
+)
+from atlas_cli.learning.selection import Checkpoint, Score
 
 CONFIG = {
     "command": "fit",
@@ -29,30 +36,30 @@ CONFIG = {
 TABLE = {"cars": {"a": 0.5}}
 
 
-def moment_after(steps: int) -> Moment:
+def moment_after(steps: int) -> Checkpoint:
     """A moment as learning makes it, with an optimizer's memory in it."""
-    descender = Descender(torch.zeros(2, 3), 10, Descent())
+    optimizer = CoefficientOptimizer(torch.zeros(2, 3), 10, OptimizerConfig())
     for number in range(steps):
-        descender.step(torch.arange(6.0).view(2, 3) - number)
+        optimizer.step(torch.arange(6.0).view(2, 3) - number)
     checks = {
         "holdout": [
-            Check((1 / 3, -math.log(3)), {"accuracy": 1 / 3}),
-            Check((0.1 + 0.2, -5e-324), {"accuracy": 0.1 + 0.2}, valid=False),
+            Score((1 / 3, -math.log(3)), {"accuracy": 1 / 3}),
+            Score((0.1 + 0.2, -5e-324), {"accuracy": 0.1 + 0.2}, valid=False),
         ]
     }
     step = Step(steps, 1, 2 / 3, 0.7, 0.1 * math.cos(1)) if steps else None
-    return Moment(1, step, checks, torch.full((2, 3), 0.1), descender.state())
+    return Checkpoint(1, step, checks, torch.full((2, 3), 0.1), optimizer.state())
 
 
-def facts(moment: Moment) -> tuple:
+def facts(checkpoint: Checkpoint) -> tuple:
     checks = {
         name: [dataclasses.astuple(check) for check in found]
-        for name, found in moment.checks.items()
+        for name, found in checkpoint.checks.items()
     }
-    return moment.stage, moment.step, checks
+    return checkpoint.fold, checkpoint.step, checks
 
 
-def same(first: Moment, second: Moment) -> bool:
+def same(first: Checkpoint, second: Checkpoint) -> bool:
     tensors = zip(
         [*sorted(first.state.items()), ("best", first.best)],
         [*sorted(second.state.items()), ("best", second.best)],
@@ -64,11 +71,11 @@ def same(first: Moment, second: Moment) -> bool:
     )
 
 
-def start(folder: Path, config: dict = CONFIG) -> Run:
+def start(folder: Path, config: dict = CONFIG) -> RunFolder:
     return open_run(folder, config, resume=False)
 
 
-def go_on(folder: Path, config: dict = CONFIG) -> Run:
+def go_on(folder: Path, config: dict = CONFIG) -> RunFolder:
     return open_run(folder, config, resume=True)
 
 
@@ -76,10 +83,10 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def save(run: Run, moment: Moment, *steps: int) -> None:
+def save(run: RunFolder, checkpoint: Checkpoint, *steps: int) -> None:
     for step in steps:
         run.record({"step": step})
-    run.save(*to_saved(moment))
+    run.save(*to_saved(checkpoint))
 
 
 # What is saved --------------------------------------------------------------------------------
@@ -87,11 +94,11 @@ def save(run: Run, moment: Moment, *steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_a_moment_comes_back_without_losing_a_bit(tmp_path: Path, steps: int):
-    moment = moment_after(steps)
-    save(start(tmp_path / "run"), moment)
+    checkpoint = moment_after(steps)
+    save(start(tmp_path / "run"), checkpoint)
     saved = go_on(tmp_path / "run").restore()
     assert saved is not None
-    assert same(from_saved(saved), moment)
+    assert same(from_saved(saved), checkpoint)
 
 
 @given(
@@ -108,13 +115,15 @@ def test_every_number_comes_back_through_json(
     pairs: list[tuple[float, float]], loss: float, values: list[float]
 ):
     checks = {
-        "fold 1": [Check(pair, {"a": pair[0]}, pair[0] > 0.5) for pair in pairs],
+        "fold 1": [Score(pair, {"a": pair[0]}, pair[0] > 0.5) for pair in pairs],
         "fold 2": [],
     }
     best = torch.tensor(values)
-    moment = Moment(2, Step(3, 1, loss, 0.5, 0.1), checks, best, {"number": torch.tensor(3)})
-    tensors, facts = to_saved(moment)
-    assert same(from_saved(Saved(tensors, json.loads(json.dumps(facts)))), moment)
+    checkpoint = Checkpoint(
+        2, Step(3, 1, loss, 0.5, 0.1), checks, best, {"number": torch.tensor(3)}
+    )
+    tensors, facts = to_saved(checkpoint)
+    assert same(from_saved(SavedRun(tensors, json.loads(json.dumps(facts)))), checkpoint)
 
 
 def test_the_last_save_counts(tmp_path: Path):

@@ -16,22 +16,31 @@ from PIL import Image
 from atlas_cli.core.compose import Composition, compose
 from atlas_cli.core.granularity import by_block
 from atlas_cli.core.losses import logits_of
-from atlas_cli.core.optimizers import RADIUS, Descent
+from atlas_cli.core.optimizers import RADIUS, OptimizerConfig
 from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.core.unlabelled import sharpen
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
-from atlas_cli.learning.batches import Training
-from atlas_cli.learning.selection import Moment, Stage, Verdict, begin, learn, settle
+from atlas_cli.learning.batches import TrainingConfig
+from atlas_cli.learning.selection import (
+    Checkpoint,
+    Fold,
+    Selection,
+    begin,
+    learn,
+    select_coefficients,
+)
 from atlas_cli.learning.tta import Adaptation
-from atlas_cli.learning.unlabelled import Aim, SelfTraining, problem_of
+from atlas_cli.learning.unlabelled import SelfTraining, UnlabelledConfig, problem_of
 from atlas_cli.models.clip import Blueprint, build
-from atlas_cli.models.composed import NormTower, Tower, norm_names
+from atlas_cli.models.composed import ComposedModel, LayerNormModel, norm_names
 
 IMAGES, CLASSES = 24, 3
-QUICK = Training(epochs=3, batch_size=8, min_steps=1, augment="mild", descent=Descent(rate=0.05))
-PLAN = [Stage("all", ((),), ((),), True)]
+QUICK = TrainingConfig(
+    epochs=3, batch_size=8, min_steps=1, augment="mild", optimizer_config=OptimizerConfig(rate=0.05)
+)
+PLAN = [Fold("all", ((),), ((),), True)]
 
 
 def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -59,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tower_of(module: torch.nn.Module) -> Tower:
+def tower_of(module: torch.nn.Module) -> ComposedModel:
     """The module with two random vectors."""
     base = {f"visual.{name}": tensor for name, tensor in module.named_parameters()}
     stacks = {
@@ -69,69 +78,69 @@ def tower_of(module: torch.nn.Module) -> Tower:
         for n, (name, tensor) in enumerate(base.items())
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-    return Tower(module, Composition(base, stacks, by_block(shapes), 2), prefix="visual.")
+    return ComposedModel(module, Composition(base, stacks, by_block(shapes), 2), prefix="visual.")
 
 
 @pytest.fixture
-def material(model, folder: Path) -> Adaptation:
+def adaptation(model, folder: Path) -> Adaptation:
     module, view = model
     tower = tower_of(module)
     pixels = Pixels(open_dataset(str(folder)).unlabelled(), view, 2**30)
     start = torch.zeros(tower.composition.shape)
     prior = torch.full((CLASSES,), 1 / CLASSES)
-    return Adaptation(tower, pixels, HEAD, prior, QUICK, Aim(), start)
+    return Adaptation(tower, pixels, HEAD, prior, QUICK, UnlabelledConfig(), start)
 
 
-def aiming(material: Adaptation, objective: str, **changes: object) -> Adaptation:
-    aim = dataclasses.replace(material.aim, objective=objective, **changes)
-    return dataclasses.replace(material, aim=aim, _known=[], _signs={})
+def aiming(adaptation: Adaptation, objective: str, **changes: object) -> Adaptation:
+    aim = dataclasses.replace(adaptation.aim, objective=objective, **changes)
+    return dataclasses.replace(adaptation, aim=aim, _known=[], _signs={})
 
 
-def run(material: Adaptation) -> tuple[Verdict, Moment]:
-    moment = begin(material, PLAN)
-    for found in learn(material, PLAN, moment):
-        moment = found
-    return settle(material, PLAN, moment), moment
+def run(adaptation: Adaptation) -> tuple[Selection, Checkpoint]:
+    checkpoint = begin(adaptation, PLAN)
+    for found in learn(adaptation, PLAN, checkpoint):
+        checkpoint = found
+    return select_coefficients(adaptation, PLAN, checkpoint), checkpoint
 
 
 # UFM ------------------------------------------------------------------------------------------
 
 
-def test_a_quarter_of_a_batch_is_trusted_and_the_rest_are_those_sure_enough(material):
-    found = aiming(material, "ufm", threshold=(1.0, 1.0), per_class=2)
+def test_a_quarter_of_a_batch_is_trusted_and_the_rest_are_those_sure_enough(adaptation):
+    found = aiming(adaptation, "ufm", threshold=(1.0, 1.0), per_class=2)
     problem = found.problem(PLAN[0])
     found.tower.load(found.start)
     (images, _), *others = problem.batches(0)
     assert not others
     assert len(images) == QUICK.batch_size // 4  # nothing is surer than certain
-    everyone = aiming(material, "ufm", threshold=(0.0, 0.0)).problem(PLAN[0])
+    everyone = aiming(adaptation, "ufm", threshold=(0.0, 0.0)).problem(PLAN[0])
     ((images, _),) = everyone.batches(0)
     assert len(images) == QUICK.batch_size
 
 
-def test_what_is_trusted_is_found_anew_every_epoch(material):
-    problem = SelfTraining(aiming(material, "ufm", per_class=2))
-    tower = material.tower
-    tower.load(material.start)
+def test_what_is_trusted_is_found_anew_every_epoch(adaptation):
+    problem = SelfTraining(aiming(adaptation, "ufm", per_class=2))
+    tower = adaptation.tower
+    tower.load(adaptation.start)
     list(problem.batches(0))
     first = problem.trusted
     assert 1 <= len(first.images) <= 2 * CLASSES
-    tower.load(random(material.start.shape, 8))
+    tower.load(random(adaptation.start.shape, 8))
     list(problem.batches(1))
     assert torch.equal(problem.trusted.images, first.images)
     list(problem.batches(problem.epoch_steps))
     assert not torch.equal(problem.trusted.images, first.images)
-    rows = material.probabilities()
+    rows = adaptation.probabilities()
     assert torch.equal(problem.trusted.labels, rows[problem.trusted.images].argmax(dim=1))
 
 
-def test_the_weak_view_has_no_gradient(material, model):
+def test_the_weak_view_has_no_gradient(adaptation, model):
     """Without crops both views are one image, so all of it can be written out for autograd."""
-    plain = dataclasses.replace(material.training, augment="none")
-    found = dataclasses.replace(material, training=plain)
+    plain = dataclasses.replace(adaptation.training, augment="none")
+    found = dataclasses.replace(adaptation, training=plain)
     problem = SelfTraining(aiming(found, "ufm", threshold=(0.0, 0.0)))
-    table = 0.1 * random(material.start.shape, 3)
-    tower = material.tower
+    table = 0.1 * random(adaptation.start.shape, 3)
+    tower = adaptation.tower
     tower.load(table)
     ((images, loss_of),) = problem.batches(0)
     tower.backward(images, loss_of)
@@ -163,36 +172,38 @@ def test_the_weak_view_has_no_gradient(material, model):
 
 
 @pytest.mark.parametrize("objective", ["ufm", "entropy", "balanced-entropy", "sar", "simclr"])
-def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_bits(material, objective: str):
-    found = aiming(material, objective)
+def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_bits(adaptation, objective: str):
+    found = aiming(adaptation, objective)
     if objective == "sar":
-        descent = dataclasses.replace(QUICK.descent, sharp=True, decay=0.0)
-        found = dataclasses.replace(found, training=dataclasses.replace(QUICK, descent=descent))
+        optimizer_config = dataclasses.replace(QUICK.optimizer_config, sharp=True, decay=0.0)
+        found = dataclasses.replace(
+            found, training=dataclasses.replace(QUICK, optimizer_config=optimizer_config)
+        )
     whole, _ = run(found)
     moments = list(learn(found, PLAN, begin(found, PLAN)))
-    for moment in moments[:-1]:
+    for checkpoint in moments[:-1]:
         again = dataclasses.replace(found, _known=[], _signs={})
-        *_, last = learn(again, PLAN, moment)
-        assert torch.equal(settle(again, PLAN, last).coefficients, whole.coefficients)
+        *_, last = learn(again, PLAN, checkpoint)
+        assert torch.equal(select_coefficients(again, PLAN, last).coefficients, whole.coefficients)
         assert last.checks == moments[-1].checks
 
 
 @pytest.mark.parametrize("objective", ["ufm", "entropy", "balanced-entropy", "sar", "simclr"])
-def test_a_loss_is_a_number_even_if_nothing_passes(material, objective: str):
+def test_a_loss_is_a_number_even_if_nothing_passes(adaptation, objective: str):
     for count in (1, 2):
-        dataset = material.pixels.dataset
+        dataset = adaptation.pixels.dataset
         few = dataclasses.replace(dataset, samples=dataset.samples[:count])
-        pixels = Pixels(few, material.pixels.view, 2**30)
-        found = aiming(dataclasses.replace(material, pixels=pixels), objective, threshold=(1, 1))
-        verdict, moment = run(found)
-        assert math.isfinite(moment.step.loss)
-        assert verdict.coefficients.isfinite().all()
+        pixels = Pixels(few, adaptation.pixels.view, 2**30)
+        found = aiming(dataclasses.replace(adaptation, pixels=pixels), objective, threshold=(1, 1))
+        selection, checkpoint = run(found)
+        assert math.isfinite(checkpoint.step.loss)
+        assert selection.coefficients.isfinite().all()
 
 
-def test_batches_in_parts_have_the_gradient_of_whole_ones(material):
+def test_batches_in_parts_have_the_gradient_of_whole_ones(adaptation):
     gradients = []
     for parts in (1, 3):
-        found = aiming(material, "ufm", threshold=(0.0, 0.0))
+        found = aiming(adaptation, "ufm", threshold=(0.0, 0.0))
         found = dataclasses.replace(found, training=dataclasses.replace(QUICK, accumulate=parts))
         problem = found.problem(PLAN[0])
         found.tower.load(found.start)
@@ -208,19 +219,19 @@ def test_batches_in_parts_have_the_gradient_of_whole_ones(material):
 # Guarding -------------------------------------------------------------------------------------
 
 
-def test_if_an_objection_is_raised_against_every_epoch_all_coefficients_are_zero(material):
-    slow = dataclasses.replace(QUICK, descent=Descent(rate=1e-9))
-    verdict, _ = run(dataclasses.replace(material, training=slow))
-    assert not verdict.improved
-    assert material.decision(verdict).startswith("all coefficients are 0: doubt, since")
+def test_if_an_objection_is_raised_against_every_epoch_all_coefficients_are_zero(adaptation):
+    slow = dataclasses.replace(QUICK, optimizer_config=OptimizerConfig(rate=1e-9))
+    selection, _ = run(dataclasses.replace(adaptation, training=slow))
+    assert not selection.improved
+    assert adaptation.decision(selection).startswith("all coefficients are 0: doubt, since")
 
 
-def test_without_the_guard_the_last_step_is_kept(material):
-    slow = dataclasses.replace(QUICK, descent=Descent(rate=1e-6))
-    blind = dataclasses.replace(material, training=slow, guarded=False)
-    verdict, _ = run(blind)
-    assert verdict.improved
-    assert blind.decision(verdict) == "the last step is kept: nothing was checked"
+def test_without_the_guard_the_last_step_is_kept(adaptation):
+    slow = dataclasses.replace(QUICK, optimizer_config=OptimizerConfig(rate=1e-6))
+    blind = dataclasses.replace(adaptation, training=slow, guarded=False)
+    selection, _ = run(blind)
+    assert selection.improved
+    assert blind.decision(selection) == "the last step is kept: nothing was checked"
 
 
 # SAR ------------------------------------------------------------------------------------------
@@ -268,27 +279,31 @@ def test_sars_steps_are_those_of_the_published_algorithm(model, folder, sureness
     head = sureness / 10 * HEAD
     monkeypatch.setitem(globals(), "HEAD", head)
     pixels = Pixels(open_dataset(str(folder)).unlabelled(), view, 2**30)
-    tower = NormTower(module, prefix="visual.")
-    descent = Descent(rate=0.01, decay=0.0, schedule="constant", sharp=True)
-    training = Training(epochs=1, batch_size=8, min_steps=1, augment="mild", descent=descent)
+    tower = LayerNormModel(module, prefix="visual.")
+    optimizer_config = OptimizerConfig(rate=0.01, decay=0.0, schedule="constant", sharp=True)
+    training = TrainingConfig(
+        epochs=1, batch_size=8, min_steps=1, augment="mild", optimizer_config=optimizer_config
+    )
     prior = torch.full((CLASSES,), 1 / CLASSES)
     start = torch.zeros(tower.composition.shape)
-    found = Adaptation(tower, pixels, head, prior, training, Aim("sar"), start, guarded=False)
+    found = Adaptation(
+        tower, pixels, head, prior, training, UnlabelledConfig("sar"), start, guarded=False
+    )
     problem = problem_of(found)
     assert problem.steps == 3
-    batches = [pixels.fixed(problem._deck.hand(0, step)) for step in range(3)]
+    batches = [pixels.fixed(problem._sampler.hand(0, step)) for step in range(3)]
     wanted = sar_by_hand(module, batches, 0.01, 0.4 * math.log(CLASSES))
     states = [m.state["coefficients"] for m in learn(found, PLAN, begin(found, PLAN)) if m.state]
-    verdict, moment = run(found)
-    assert moment.step.number == 3
-    last = verdict.coefficients.flatten()
+    selection, checkpoint = run(found)
+    assert checkpoint.step.number == 3
+    last = selection.coefficients.flatten()
     torch.testing.assert_close(last, wanted, rtol=1e-3, atol=1e-7)
     assert len(states) == 2
 
 
 def test_tuned_norms_are_the_only_tensors_that_change(model):
     module, _ = model
-    tower = NormTower(module, prefix="visual.")
+    tower = LayerNormModel(module, prefix="visual.")
     loaded = tower.load(torch.ones(tower.composition.shape))
     assert set(loaded) == {f"visual.{name}" for name in norm_names(module)}
     for name, tensor in loaded.items():

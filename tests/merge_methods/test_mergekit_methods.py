@@ -136,7 +136,9 @@ def masks_of(case: Case, chosen: str) -> list[torch.Tensor]:
     values = resolve(METHODS[case.method], case.models, case.parameters, 0)
     sparsifier = SPARSIFIERS[case.method.split("_")[0]]
     deltas = [delta_of(tile, model) for model in range(case.models)]
-    for delta, found in zip(deltas, sparsifier.survey(lambda: iter([tile]), values), strict=True):
+    for delta, found in zip(
+        deltas, sparsifier.statistics(lambda: iter([tile]), values), strict=True
+    ):
         sparsify_(sparsifier, delta, tile, found)
     return [(delta != 0).to(torch.uint8) for delta in deltas]
 

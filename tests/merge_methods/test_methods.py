@@ -111,7 +111,7 @@ def test_a_survey_of_a_large_tensor_reads_a_piece_at_a_time(
 
     watched = replace(whole, inputs=replace(whole.inputs, read=read))
     values = resolve(method, len(models), given(name), 0)
-    found = [method.survey(lambda tile=tile: iter([tile]), values) for tile in (watched, whole)]
+    found = [method.statistics(lambda tile=tile: iter([tile]), values) for tile in (watched, whole)]
     assert all(stop - start <= 300 for start, stop in spans)
     if spans:
         assert max(stop for _, stop in spans) == math.prod(shape)
@@ -126,7 +126,7 @@ def test_nothing_merges_into_nothing(name: str, shape: tuple[int, ...]):
     method = METHODS[name]
     values = resolve(method, len(models), given(name), 0)
     tile = tile_of("weight", 0, shape, base, tuple(models))
-    found = method.survey(lambda: iter([tile]), values)
+    found = method.statistics(lambda: iter([tile]), values)
     assert method.apply(tile, values, found).shape == shape
 
 

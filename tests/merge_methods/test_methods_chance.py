@@ -33,7 +33,7 @@ def kept(sparsifier: Sparsifier, model: torch.Tensor, seed: int = 0, **own: floa
     (tile,) = cut(torch.zeros_like(model), [model], len(model))
     values = Values((own,), {}, seed)
     delta = delta_of(tile, 0)
-    sparsifier.keep_(delta, tile, sparsifier.survey(lambda: iter([tile]), values)[0])
+    sparsifier.keep_(delta, tile, sparsifier.statistics(lambda: iter([tile]), values)[0])
     return delta != 0
 
 
@@ -165,7 +165,7 @@ def test_another_seed_drops_other_elements():
 def test_a_tile_alone_knows_its_draws():
     model = torch.ones(1000, 300)
     whole = kept(AT_RANDOM, model, density=0.5)
-    chance = AT_RANDOM.survey(
+    chance = AT_RANDOM.statistics(
         lambda: cut(model * 0, [model], 1000), Values(({"density": 0.5},), {})
     )[0]
     part = model[700:800].clone()

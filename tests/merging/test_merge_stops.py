@@ -19,7 +19,7 @@ import torch
 from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.merging.staging import Part, check_space, check_target
+from atlas_cli.merging.staging import StagingFolder, check_space, check_target
 
 ROOMY = ("--memory", "8GB")
 
@@ -119,7 +119,7 @@ FILES = {"w.safetensors": 64}
 
 
 def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
-    first = Part(tmp_path / "out", "same", FILES)
+    first = StagingFolder(tmp_path / "out", "same", FILES)
     first.write("w.safetensors", 8, torch.arange(4, dtype=torch.int16))
     first.note((0, 0))
     first.note((3, 1))
@@ -127,7 +127,7 @@ def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
     journal = tmp_path / ".out.part" / "journal"
     journal.write_text(journal.read_text() + "4 ")  # killed within a line
     (journal.parent / ".README.md.part").touch()  # or while it wrote what stands beside the weights
-    again = Part(tmp_path / "out", "same", FILES)
+    again = StagingFolder(tmp_path / "out", "same", FILES)
     assert again.done == {(0, 0), (3, 1)}
     assert (tmp_path / ".out.part" / "w.safetensors").read_bytes()[8:16] == bytes(
         [0, 0, 1, 0, 2, 0, 3, 0]
@@ -138,16 +138,16 @@ def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
 
 @pytest.mark.parametrize(("identity", "files"), [("other", FILES), ("same", {"w.safetensors": 65})])
 def test_other_work_starts_anew(tmp_path: Path, identity: str, files: dict[str, int]):
-    first = Part(tmp_path / "out", "same", FILES)
+    first = StagingFolder(tmp_path / "out", "same", FILES)
     first.note((0, 0))
     first.close()
-    assert Part(tmp_path / "out", identity, files).done == set()
+    assert StagingFolder(tmp_path / "out", identity, files).done == set()
 
 
 def test_two_merges_do_not_write_one_folder(tmp_path: Path):
-    first = Part(tmp_path / "out", "same", FILES)
+    first = StagingFolder(tmp_path / "out", "same", FILES)
     with pytest.raises(AtlasError, match="another atlas merge is writing it"):
-        Part(tmp_path / "out", "same", FILES)
+        StagingFolder(tmp_path / "out", "same", FILES)
     first.abandon()
     assert list(tmp_path.iterdir()) == []
 

@@ -14,13 +14,13 @@ from torch.func import functional_call
 
 from atlas_cli.core.compose import Composition, compose
 from atlas_cli.core.granularity import by_block, by_vector
-from atlas_cli.core.optimizers import Descender, Descent
+from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
-from atlas_cli.learning.loop import Steady, descend, generator_of
+from atlas_cli.learning.loop import StatelessData, descend, generator_of
 from atlas_cli.models.clip import Blueprint, build
-from atlas_cli.models.composed import LossOf, Tower, crew_for
+from atlas_cli.models.composed import ComposedModel, LossOf, thread_pool_for
 
 RESNET = {
     **TINY_CONFIG,
@@ -108,8 +108,10 @@ def test_features_and_gradient_are_those_of_autograd_through_the_composition(
     module, images = tower
     composition = composition_of(module)
     features, loss, gradient = through_autograd(module, composition, images)
-    with crew_for(module, threads or 1) as crew:
-        ours = Tower(module, composition, prefix=PREFIX, crew=crew if threads else None)
+    with thread_pool_for(module, threads or 1) as thread_pool:
+        ours = ComposedModel(
+            module, composition, prefix=PREFIX, thread_pool=thread_pool if threads else None
+        )
         ours.load(coefficients_of(composition))
         assert relative(ours.features(images), features) < 1e-6
         assert ours.backward(images, loss_of).item() == pytest.approx(loss, rel=1e-6)
@@ -122,7 +124,7 @@ def test_one_coefficient_per_vector_gathers_the_gradients_of_all_blocks(vit):
     module, images = vit
     composition = composition_of(module, layout=by_vector)
     _, _, gradient = through_autograd(module, composition, images)
-    ours = Tower(module, composition, prefix=PREFIX)
+    ours = ComposedModel(module, composition, prefix=PREFIX)
     ours.load(coefficients_of(composition))
     ours.backward(images, loss_of)
     found = ours.gradient()
@@ -133,7 +135,7 @@ def test_one_coefficient_per_vector_gathers_the_gradients_of_all_blocks(vit):
 def test_with_zero_coefficients_the_module_is_itself(tower):
     module, images = tower
     composition = composition_of(module)
-    ours = Tower(module, composition, prefix=PREFIX)
+    ours = ComposedModel(module, composition, prefix=PREFIX)
     ours.load(torch.zeros(composition.shape))
     assert torch.equal(ours.features(images), module(images))
 
@@ -143,8 +145,8 @@ def test_any_number_of_threads_gives_the_same_bits(tower):
     composition = composition_of(module)
     found = []
     for threads in (1, 2, 3):
-        with crew_for(module, threads) as crew:
-            ours = Tower(module, composition, prefix=PREFIX, crew=crew)
+        with thread_pool_for(module, threads) as thread_pool:
+            ours = ComposedModel(module, composition, prefix=PREFIX, thread_pool=thread_pool)
             ours.load(coefficients_of(composition))
             loss = ours.backward(images, loss_of)
             found.append((ours.features(images), loss, ours.gradient()))
@@ -157,8 +159,8 @@ def test_a_batch_may_have_fewer_images_than_there_are_parts(vit, count: int):
     module, images = vit
     composition = composition_of(module)
     wanted, _, gradient = through_autograd(module, composition, images[:count])
-    with crew_for(module, 2) as crew:
-        ours = Tower(module, composition, prefix=PREFIX, crew=crew)
+    with thread_pool_for(module, 2) as thread_pool:
+        ours = ComposedModel(module, composition, prefix=PREFIX, thread_pool=thread_pool)
         ours.load(coefficients_of(composition))
         assert relative(ours.features(images[:count]), wanted) < 1e-6
         ours.backward(images[:count], loss_of)
@@ -169,8 +171,8 @@ def test_many_images_come_back_in_their_order(vit):
     module, images = vit
     composition = composition_of(module)
     many = images.repeat(40, 1, 1, 1)[:300]  # several forward passes
-    with crew_for(module, 2) as crew:
-        ours = Tower(module, composition, prefix=PREFIX, crew=crew)
+    with thread_pool_for(module, 2) as thread_pool:
+        ours = ComposedModel(module, composition, prefix=PREFIX, thread_pool=thread_pool)
         ours.load(coefficients_of(composition))
         found = ours.features(many)
     assert len(found) == 300
@@ -180,8 +182,8 @@ def test_many_images_come_back_in_their_order(vit):
 
 def test_the_number_of_threads_of_torch_is_as_before(vit):
     before = torch.get_num_threads()
-    with crew_for(vit[0], 2) as crew:
-        assert crew is not None
+    with thread_pool_for(vit[0], 2) as thread_pool:
+        assert thread_pool is not None
     assert torch.get_num_threads() == before
 
 
@@ -192,8 +194,8 @@ def test_the_module_and_the_base_keep_their_tensors(tower):
     module, images = tower
     before = copy.deepcopy(module.state_dict())
     composition = composition_of(module)
-    with crew_for(module, 2) as crew:
-        ours = Tower(module, composition, prefix=PREFIX, crew=crew)
+    with thread_pool_for(module, 2) as thread_pool:
+        ours = ComposedModel(module, composition, prefix=PREFIX, thread_pool=thread_pool)
         ours.load(coefficients_of(composition))
         ours.backward(images, loss_of)
         ours.gradient()
@@ -211,7 +213,7 @@ def test_batch_normalisation_uses_the_statistics_of_the_base_and_does_not_update
     assert any(name.endswith("running_var") for name in statistics)
     module.train()  # as a caller may have left it
     composition = composition_of(module)
-    ours = Tower(module, composition, prefix=PREFIX)
+    ours = ComposedModel(module, composition, prefix=PREFIX)
     ours.load(torch.zeros(composition.shape))
     torch.testing.assert_close(ours.features(images), wanted)
     ours.backward(images, loss_of)
@@ -227,7 +229,7 @@ def test_tensors_without_a_vector_stay_those_of_the_module(vit):
     shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
     composition = Composition(base, some, by_block(shapes), 2)
     features, _, gradient = through_autograd(module, composition, images)
-    ours = Tower(module, composition, prefix=PREFIX)
+    ours = ComposedModel(module, composition, prefix=PREFIX)
     ours.load(coefficients_of(composition))
     assert relative(ours.features(images), features) < 1e-6
     ours.backward(images, loss_of)
@@ -236,7 +238,7 @@ def test_tensors_without_a_vector_stay_those_of_the_module(vit):
 
 def test_gradients_are_let_go_once_they_are_given(vit):
     module, images = vit
-    ours = Tower(module, composition_of(module), prefix=PREFIX)
+    ours = ComposedModel(module, composition_of(module), prefix=PREFIX)
     ours.load(coefficients_of(ours.composition))
     ours.backward(images, loss_of)
     assert ours.gradient().any()
@@ -256,7 +258,7 @@ class Counted(dict):
         return super().__getitem__(name)
 
 
-class Regression(Steady):
+class Regression(StatelessData):
     """Features shall be those of a target; a step's batch comes in some number of parts."""
 
     epoch_steps, steps = 2, 4
@@ -280,17 +282,17 @@ class Regression(Steady):
         return 0.5
 
 
-def learn(tower: Tower, images: torch.Tensor, parts: int):
-    descender = Descender(torch.zeros(tower.composition.shape), 4, Descent())
-    steps = list(descend(tower, descender, Regression(images, parts)))
-    return steps, descender.coefficients.detach()
+def learn(tower: ComposedModel, images: torch.Tensor, parts: int):
+    optimizer = CoefficientOptimizer(torch.zeros(tower.composition.shape), 4, OptimizerConfig())
+    steps = list(descend(tower, optimizer, Regression(images, parts)))
+    return steps, optimizer.coefficients.detach()
 
 
 def test_a_batch_in_parts_gives_the_gradient_of_the_whole(vit):
     module, images = vit
     composition, found = composition_of(module), []
     for parts in (1, 2):
-        ours = Tower(module, composition, prefix=PREFIX)
+        ours = ComposedModel(module, composition, prefix=PREFIX)
         ours.load(coefficients_of(composition))
         for some, loss in Regression(images, parts).batches(0):
             ours.backward(some, loss)
@@ -303,7 +305,9 @@ def test_vectors_are_composed_once_per_step_whatever_the_parts(vit, parts: int):
     module, images = vit
     plain_one = composition_of(module)
     base = Counted(plain_one.base)
-    ours = Tower(module, Composition(base, plain_one.stacks, plain_one.layout, 2), prefix=PREFIX)
+    ours = ComposedModel(
+        module, Composition(base, plain_one.stacks, plain_one.layout, 2), prefix=PREFIX
+    )
     base.looked_up = 0
     steps, _ = learn(ours, images, parts)
     assert len(steps) == 4
@@ -313,15 +317,15 @@ def test_vectors_are_composed_once_per_step_whatever_the_parts(vit, parts: int):
 def test_accumulated_steps_learn_what_whole_batches_learn(vit):
     module, images = vit
     composition = composition_of(module)
-    whole_steps, whole = learn(Tower(module, composition, prefix=PREFIX), images, 1)
-    steps, found = learn(Tower(module, composition, prefix=PREFIX), images, 3)
+    whole_steps, whole = learn(ComposedModel(module, composition, prefix=PREFIX), images, 1)
+    steps, found = learn(ComposedModel(module, composition, prefix=PREFIX), images, 3)
     torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-3)  # AdamW divides small by small
     assert [s.loss for s in steps] == pytest.approx([s.loss for s in whole_steps], rel=1e-4)
 
 
 def test_steps_tell_where_they_are_and_the_loss_falls(vit):
     module, images = vit
-    steps, _ = learn(Tower(module, composition_of(module), prefix=PREFIX), images, 1)
+    steps, _ = learn(ComposedModel(module, composition_of(module), prefix=PREFIX), images, 1)
     assert [(step.number, step.epoch) for step in steps] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert [step.rate for step in steps][:1] == [0.1]
     assert steps[-1].loss < steps[0].loss
@@ -331,7 +335,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rate(vit):
     module, images = vit
     broken = images.clone()
     broken[0, 0, 0, 0] = float("nan")
-    ours = Tower(module, composition_of(module), prefix=PREFIX)
+    ours = ComposedModel(module, composition_of(module), prefix=PREFIX)
     with pytest.raises(
         AtlasError, match=r"^the loss became nan at step 1; .* \(it is 0\.1 there\)"
     ):
@@ -355,8 +359,8 @@ def test_generators_depend_on_the_seed_and_the_purpose_alone():
 # The linearised tower -------------------------------------------------------------------------
 
 
-def linear_tower(module: torch.nn.Module) -> Tower:
-    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+def linear_tower(module: torch.nn.Module) -> ComposedModel:
+    ours = ComposedModel(module, composition_of(module), prefix=PREFIX, linear=True)
     ours.load(coefficients_of(ours.composition))
     return ours
 
@@ -385,7 +389,7 @@ def test_linearised_features_equal_finite_differences(tower):
 
 def test_linearised_features_are_linear_in_the_coefficients(tower):
     module, images = tower
-    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+    ours = ComposedModel(module, composition_of(module), prefix=PREFIX, linear=True)
     table = coefficients_of(ours.composition)
     found = []
     for scale in (0.0, 1.0, 3.0):
@@ -415,7 +419,7 @@ def test_the_gradient_of_a_linearised_tower_equals_finite_differences(vit):
 
 def test_a_linearised_tower_descends(vit):
     module, images = vit
-    ours = Tower(module, composition_of(module), prefix=PREFIX, linear=True)
+    ours = ComposedModel(module, composition_of(module), prefix=PREFIX, linear=True)
     steps, coefficients = learn(ours, images, 2)
     assert steps[-1].loss < steps[0].loss
     assert coefficients.all()

@@ -15,7 +15,7 @@ from atlas_cli.core.granularity import by_block
 from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense, quantise
 from atlas_cli.models.clip import Opening, open_model
-from atlas_cli.models.composed import Tower
+from atlas_cli.models.composed import ComposedModel
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 
@@ -56,7 +56,7 @@ def test_the_derivative_equals_finite_differences(tower: torch.nn.Module):
     random = torch.Generator().manual_seed(1)
     table = 0.1 * torch.randn(composition.shape, generator=random)
     images = torch.randn(5, 3, 32, 32, generator=random)
-    linear = Tower(tower, composition, linear=True)
+    linear = ComposedModel(tower, composition, linear=True)
     linear.load(table)
     found = linear.features(images).double()
     step = 1e-4
@@ -75,7 +75,7 @@ def test_its_gradient_is_that_of_a_linear_function(tower: torch.nn.Module, store
     images = torch.randn(4, 3, 32, 32, generator=random)
     head = torch.randn(3, 32, generator=random)
     labels = torch.tensor([0, 1, 2, 0])
-    linear = Tower(tower, composition, linear=True)
+    linear = ComposedModel(tower, composition, linear=True)
     table = 0.1 * torch.randn(composition.shape, generator=random)
 
     def features(where: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_its_gradient_is_that_of_a_linear_function(tower: torch.nn.Module, store
 def test_without_coefficients_it_is_the_module_itself(tower: torch.nn.Module):
     composition = composition_of(tower)
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(3))
-    linear = Tower(tower, composition, linear=True)
+    linear = ComposedModel(tower, composition, linear=True)
     linear.load(torch.zeros(composition.shape))
     with torch.no_grad():
         wanted = tower(images)

@@ -16,9 +16,9 @@ from tiles import merge
 
 from atlas_cli.core.stacks import DenseStack, MappedStack, QuantisedStack, add, dot
 from atlas_cli.core.storage import Dense, decode, quantise
-from atlas_cli.io.tensors import Place
+from atlas_cli.io.tensors import FileSpan
 from atlas_cli.native import kernels
-from atlas_cli.native.operands import Operands, Sum, Target, in_memory
+from atlas_cli.native.operands import FileTarget, Operands, Sum, in_memory
 
 LEVELS = (3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,7 +156,7 @@ def in_files(folder: Path, tensors: list[torch.Tensor]) -> Operands:
         path.write_bytes(before + tensor.view(torch.uint8).numpy().tobytes() + b"after")
         now = path.stat()
         stamp = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
-        places.append(Place(os.fsencode(path), stamp, len(before)))
+        places.append(FileSpan(os.fsencode(path), stamp, len(before)))
 
     def read(start: int, stop: int) -> NoReturn:
         raise AssertionError("was read into memory")
@@ -188,7 +188,7 @@ def written(path: Path, terms: Operands, total: Sum, *, finite: bool = True) -> 
     size = terms.size * terms.dtype.itemsize
     path.write_bytes(b"x" * (size + 32))
     with path.open("r+b") as file:
-        assert kernels.write(terms, total, Target(file.fileno(), 16, finite=finite))
+        assert kernels.write(terms, total, FileTarget(file.fileno(), 16, finite=finite))
     content = bytearray(path.read_bytes())
     assert (content[:16], content[16 + size :]) == (b"x" * 16, b"x" * 16)
     found = torch.frombuffer(content, dtype=torch.uint8)[16 : 16 + size].clone()
@@ -207,7 +207,7 @@ def test_a_sum_that_is_not_finite_is_written_only_if_that_is_allowed(
     found = written(path, terms, total, finite=False)
     assert found.isfinite().logical_not().nonzero().tolist() == [[at]]
     with path.open("r+b") as file:
-        assert not kernels.write(terms, total, Target(file.fileno(), 0, finite=True))
+        assert not kernels.write(terms, total, FileTarget(file.fileno(), 0, finite=True))
 
 
 def test_the_largest_number_is_finite(tmp_path: Path):
@@ -221,10 +221,10 @@ def test_the_largest_number_is_finite(tmp_path: Path):
 def test_what_cannot_be_written_is_told(tmp_path: Path):
     terms = in_files(tmp_path, near(5000, torch.float32))
     with (tmp_path / "0.bin").open("rb") as file:  # which is open for reading only
-        assert not kernels.write(terms, Sum([0.25] * 4), Target(file.fileno(), 0, finite=True))
+        assert not kernels.write(terms, Sum([0.25] * 4), FileTarget(file.fileno(), 0, finite=True))
     here = in_memory(near(5000, torch.float32))
     with (tmp_path / "sum.bin").open("wb") as file:  # what is in memory is not for the loops
-        assert not kernels.write(here, Sum([0.25] * 4), Target(file.fileno(), 0, finite=True))
+        assert not kernels.write(here, Sum([0.25] * 4), FileTarget(file.fileno(), 0, finite=True))
 
 
 def test_rows_of_files_are_the_rows_of_their_tensors(tmp_path: Path):

@@ -13,10 +13,10 @@ from atlas_cli.io.pickles.archive import open_archive
 from atlas_cli.io.pickles.machine import Machine
 from atlas_cli.io.pickles.policy import (
     Allowance,
+    ByteStream,
     FlawError,
     Policy,
     Span,
-    Stream,
     printable,
     span_of,
 )
@@ -43,7 +43,7 @@ class Context:
     allowance: Allowance
     depth: int = 0
 
-    def machine(self, stream: Stream, persistent: Callable[[tuple[Any, ...]], Any]) -> Machine:
+    def machine(self, stream: ByteStream, persistent: Callable[[tuple[Any, ...]], Any]) -> Machine:
         """A machine that understands tensors, with storages in bytes read one level deeper."""
         calls = tensor_calls(self.policy, self.allowance, lambda span: load_storage(span, self))
         return Machine(stream, self.policy, calls, persistent)
@@ -65,7 +65,7 @@ def load_archive(path: Path, context: Context) -> dict[str, Loaded]:
 def load_stream(span: Span, context: Context) -> Loaded:
     """A pickle outside a zip archive: of the older torch.save, or a plain one."""
     with span.open() as file:
-        stream = Stream(span, file, context.allowance)
+        stream = ByteStream(span, file, context.allowance)
         first = context.machine(stream, storage_of).run()
         if first == _MAGIC and type(first) is int:
             return _load_legacy(stream, context)
@@ -84,7 +84,7 @@ def load_storage(span: Span, context: Context) -> Storage:
 
 def _load_one(span: Span, context: Context) -> Any:
     with span.open() as file:
-        return context.machine(Stream(span, file, context.allowance), storage_of).run()
+        return context.machine(ByteStream(span, file, context.allowance), storage_of).run()
 
 
 def _check_order(little: bool) -> None:
@@ -108,7 +108,7 @@ def _no_place(storage: Storage) -> Span:
     return storage.span
 
 
-def _load_legacy(stream: Stream, context: Context) -> Loaded:
+def _load_legacy(stream: ByteStream, context: Context) -> Loaded:
     """The rest of the older layout: version, system, object, storage keys, then the storages."""
     storages: dict[str, Storage] = {}
 
@@ -128,7 +128,7 @@ def _load_legacy(stream: Stream, context: Context) -> Loaded:
     return Loaded(value, lambda storage: storage.span or _known(spans, storage))
 
 
-def _legacy_spans(stream: Stream, keys: Any, storages: dict[str, Storage]) -> dict[str, Span]:
+def _legacy_spans(stream: ByteStream, keys: Any, storages: dict[str, Storage]) -> dict[str, Span]:
     """Where each storage lies; they follow one another, each after its length."""
     spans: dict[str, Span] = {}
     for key in keys if isinstance(keys, list) else []:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlas_cli.io.pickles.policy import FlawError, Global, Object, Policy, Stream, entries_of
+from atlas_cli.io.pickles.policy import ByteStream, FlawError, Global, Object, Policy, entries_of
 
 Call = Callable[[tuple[Any, ...]], Any]
 
@@ -35,7 +35,7 @@ class Machine:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ByteStream,
         policy: Policy,
         calls: Mapping[str, Call],
         persistent: Call,

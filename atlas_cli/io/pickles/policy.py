@@ -73,7 +73,7 @@ class Allowance:
             raise FlawError(f"has more than {MAX_TEXT} bytes of pickled text, which no model needs")
 
 
-class Stream:
+class ByteStream:
     """A cursor over a span that never reads, or makes room for, more than the span holds."""
 
     def __init__(self, span: Span, file: BinaryIO, allowance: Allowance) -> None:

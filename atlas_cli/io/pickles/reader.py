@@ -11,7 +11,7 @@ import torch
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.pickles.formats import Context, Loaded, load
 from atlas_cli.io.pickles.policy import Allowance, FlawError, Object, Policy, Span, printable
-from atlas_cli.io.pickles.rebuild import View
+from atlas_cli.io.pickles.rebuild import StorageView
 from atlas_cli.io.tensors import LazyTensor
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -24,7 +24,7 @@ _SCRIPTED = "__torch__."
 _NO_TEXT = "\0"
 
 
-def model_tensors(value: Any, wrapped: int = 0) -> dict[str, View]:
+def model_tensors(value: Any, wrapped: int = 0) -> dict[str, StorageView]:
     """Tensors by name, those of the model alone if a training checkpoint wraps one."""
     if isinstance(value, dict) and wrapped <= _MOST_WRAPPED and not _holds_tensors(value):
         for inside in (value[key] for key in WRAPPERS if key in value):
@@ -33,17 +33,17 @@ def model_tensors(value: Any, wrapped: int = 0) -> dict[str, View]:
     return named_tensors(value)
 
 
-def named_tensors(value: Any) -> dict[str, View]:
+def named_tensors(value: Any) -> dict[str, StorageView]:
     """Every tensor below `value`, by dotted name.
 
     Raises FlawError if two have one name, or if what is shared or nested makes too many names.
     """
-    found: dict[str, View] = {}
+    found: dict[str, StorageView] = {}
     waiting = [("", value, 0)]
     seen = 0
     while waiting:
         name, item, depth = waiting.pop()
-        if isinstance(item, View):
+        if isinstance(item, StorageView):
             _add(found, name, item)
             continue
         entries = _entries(item)
@@ -55,7 +55,7 @@ def named_tensors(value: Any) -> dict[str, View]:
 
 
 def _holds_tensors(value: dict[Any, Any]) -> bool:
-    return any(isinstance(item, View) for item in value.values())
+    return any(isinstance(item, StorageView) for item in value.values())
 
 
 def _check_extent(seen: int, depth: int) -> None:
@@ -65,7 +65,7 @@ def _check_extent(seen: int, depth: int) -> None:
         raise FlawError(f"is nested more than {_DEEPEST} deep, or contains itself")
 
 
-def _add(found: dict[str, View], name: str, view: View) -> None:
+def _add(found: dict[str, StorageView], name: str, view: StorageView) -> None:
     if not name:
         raise FlawError("holds a tensor without a name; a dictionary or a module is needed")
     if not name.isprintable():
@@ -105,7 +105,7 @@ def _children(entries: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
             raise FlawError(
                 f"has a tensor of a kind that is not supported, {printable(str(item.made_by))}"
             )
-        if isinstance(item, View | dict | Object):
+        if isinstance(item, StorageView | dict | Object):
             yield key, item
 
 
@@ -157,7 +157,7 @@ def _constants(path: Path, pickles: dict[str, Loaded]) -> dict[str, LazyTensor]:
     return _lazily(path, views, constants)
 
 
-def _lazily(path: Path, views: dict[str, View], pickle: Loaded) -> dict[str, LazyTensor]:
+def _lazily(path: Path, views: dict[str, StorageView], pickle: Loaded) -> dict[str, LazyTensor]:
     found = {}
     for name, view in views.items():
         try:
@@ -169,7 +169,7 @@ def _lazily(path: Path, views: dict[str, View], pickle: Loaded) -> dict[str, Laz
     return found
 
 
-def _lazy(path: Path, view: View, pickle: Loaded) -> LazyTensor:
+def _lazy(path: Path, view: StorageView, pickle: Loaded) -> LazyTensor:
     place = pickle.place(view.storage)
     size = view.dtype.itemsize
     span = place.part(view.offset * size, view.reach * size) if view.reach else None
@@ -183,7 +183,7 @@ def _lazy(path: Path, view: View, pickle: Loaded) -> LazyTensor:
     return LazyTensor(view.shape, view.dtype, read)
 
 
-def _read(view: View, span: Span | None) -> torch.Tensor:
+def _read(view: StorageView, span: Span | None) -> torch.Tensor:
     """The tensor as one contiguous block that is its own copy."""
     if span is None:
         return torch.empty(view.shape, dtype=view.dtype)

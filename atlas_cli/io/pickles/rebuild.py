@@ -66,7 +66,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class View:
+class StorageView:
     """A tensor: where its numbers lie in a storage."""
 
     storage: Storage
@@ -125,7 +125,7 @@ def _whole(number: Any) -> int:
     return number
 
 
-def _tensor(args: tuple[Any, ...]) -> View:
+def _tensor(args: tuple[Any, ...]) -> StorageView:
     match args:
         case (Storage() as storage, offset, shape, stride, *rest):
             if any(rest[2:]):
@@ -134,7 +134,7 @@ def _tensor(args: tuple[Any, ...]) -> View:
     raise FlawError("has a tensor that is not a view of a storage")
 
 
-def _tensor_with_dtype(args: tuple[Any, ...]) -> View:
+def _tensor_with_dtype(args: tuple[Any, ...]) -> StorageView:
     match args:
         case (Storage() as storage, offset, shape, stride, _, _, Global() as name, *rest):
             if str(name) not in _DTYPES or any(rest):
@@ -145,14 +145,16 @@ def _tensor_with_dtype(args: tuple[Any, ...]) -> View:
     raise FlawError("has a tensor that is not a view of a storage")
 
 
-def _view(storage: Storage, dtype: torch.dtype, offset: Any, layout: tuple[Any, Any]) -> View:
+def _view(
+    storage: Storage, dtype: torch.dtype, offset: Any, layout: tuple[Any, Any]
+) -> StorageView:
     """A view that is known to lie within its storage; raises FlawError if it would not."""
     if any(len(numbers) > _MOST_SIZES for numbers in layout):
         raise FlawError(f"has a tensor of more than {_MOST_SIZES} dimensions")
     shape, stride = (tuple(_whole(number) for number in numbers) for numbers in layout)
     if len(shape) != len(stride) or math.prod(n or 1 for n in shape) >= 2**63:
         raise FlawError("has a tensor with a shape that cannot be")
-    view = View(storage, dtype, _whole(offset), shape, stride)
+    view = StorageView(storage, dtype, _whole(offset), shape, stride)
     end = (view.offset + view.reach) * dtype.itemsize
     if end > storage.nbytes or view.nbytes > storage.nbytes:
         key = printable(storage.key)
@@ -163,7 +165,7 @@ def _view(storage: Storage, dtype: torch.dtype, offset: Any, layout: tuple[Any, 
 
 
 def _first(args: tuple[Any, ...]) -> Any:
-    if not args or not isinstance(args[0], View):
+    if not args or not isinstance(args[0], StorageView):
         raise FlawError("has a parameter that is not made from a plain tensor")
     return args[0]
 
