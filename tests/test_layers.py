@@ -10,11 +10,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "atlas_cli"
 STANDARD = set(sys.stdlib_module_names)
 WORLD = {"io", "os", "pathlib", "random", "shutil", "subprocess", "sys", "tempfile", "time"}
-ANYONE = {"__version__", "errors"}
+ANYONE = {"__version__", "errors", "registry"}
 
 # package or top-level module -> (what of atlas it may import, libraries it may import)
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
+    "registry": (set(), set()),
     "parallel": (set(), {"torch"}),
     "torchvision_repair": (set(), {"torch"}),
     "recipes": ({"datasets", "sources"}, {"pydantic", "yaml"}),

@@ -1,0 +1,181 @@
+"""Names that recipes use, and what they stand for; plugins add names of their own.
+
+There is a registry for each kind of thing: merge methods, objectives, granularities and kinds of
+datasets. A registry imports the modules that fill it on the first lookup. Only if the name is not
+among theirs, or if all names are wanted, are plugins loaded: a distribution announces one by an
+entry point of the group `atlas.plugins`, which names a module that registers things when it is
+imported, or a function that registers them when it is called.
+
+Nothing here imports torch, and neither may a module that a registry names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from atlas_cli.errors import AtlasError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "atlas.plugins"
+Entry = TypeVar("Entry")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_LOCK = threading.RLock()  # reentrant: a module that is being loaded may look names up
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries of one kind by their names, in the order in which they were registered."""
+
+    def __init__(self, kind: str, *modules: str) -> None:
+        self.kind = kind
+        self._modules = modules  # that are still to be imported
+        self._entries: dict[str, Entry] = {}
+        self._origins: dict[str, str] = {}
+
+    def add(self, name: str, entry: Entry, origin: object) -> None:
+        """Register an entry. `origin` is the function or class that an error message names.
+
+        Raises AtlasError if the name is taken. The same origin may register again, as it does
+        when a cell of a notebook is run twice.
+        """
+        place = _place(origin)
+        if self._origins.get(name, place) != place:
+            both = f"by {self._origins[name]} and by {place}"
+            raise AtlasError(f"{self.kind} '{name}' is registered twice: {both}")
+        self._entries[name], self._origins[name] = entry, place
+
+    def find(self, name: str) -> Entry:
+        """The entry of a name. Raises UsageError with the nearest name if there is none."""
+        if name in self:
+            return self[name]
+        listed = f"(there are: {', '.join(self)})"
+        raise UsageError(f"unknown {self.kind} '{name}'{nearest(name, self)} {listed}")
+
+    def __getitem__(self, name: str) -> Entry:
+        self._import_modules()
+        if name not in self._entries:
+            load_plugins()
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._import_modules()
+        load_plugins()
+        return iter([*self._entries])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _import_modules(self) -> None:
+        with _LOCK:
+            modules, self._modules = self._modules, ()
+            for module in modules:
+                import_module(module)
+
+
+def _place(origin: object) -> str:
+    named = origin if hasattr(origin, "__qualname__") else type(origin)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+# Plugins --------------------------------------------------------------------------------------
+
+_loaded: set[tuple[str, str]] = set()
+
+
+def load_plugins() -> None:
+    """Load every plugin that is installed, once. Raises AtlasError if one cannot be loaded."""
+    with _LOCK:
+        for point in _entry_points():
+            key = (point.name, point.value)
+            if key not in _loaded:
+                _loaded.add(key)
+                try:
+                    _load(point)
+                except AtlasError:
+                    _loaded.remove(key)
+                    raise
+
+
+@cache
+def _entry_points() -> tuple[EntryPoint, ...]:
+    from importlib.metadata import entry_points  # 20 ms, which most commands can do without
+
+    return tuple(entry_points(group=GROUP))
+
+
+def _load(point: EntryPoint) -> None:
+    """Run a plugin. Whatever it raises becomes one line that says whose plugin it is."""
+    try:
+        found = point.load()
+        if callable(found):
+            found()
+    except Exception as problem:
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown distribution"
+        said = str(problem).strip().splitlines() or [""]
+        ours = isinstance(problem, AtlasError)
+        reason = said[0] if ours else f"{type(problem).__name__}: {said[0]}"
+        raise AtlasError(
+            f"plugin '{point.name}' ({point.value}, of {owner}) cannot be loaded: {reason}; "
+            f"repair or uninstall {point.dist.name if point.dist else 'it'}"
+        ) from problem
+
+
+# Modules that are slow to import --------------------------------------------------------------
+
+
+class _LateModule(ModuleType):
+    """A module that is imported when an attribute of it is first asked for."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self.__name__), attribute)
+
+
+def late(module: str) -> Any:
+    """A stand-in for a module that is slow to import, such as torch.
+
+    A module that a registry names is imported by every command that checks a name, and `late`
+    lets it mention torch in its functions all the same.
+    """
+    return _LateModule(module)
+
+
+# The registries -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function, and what was said about it when it was registered."""
+
+    function: Callable[..., Any]
+    facts: Mapping[str, Any]
+
+
+OBJECTIVES: Registry[Registered] = Registry("objective")
+DATASET_KINDS: Registry[Registered] = Registry("kind of dataset")
+
+
+def objective(name: str, **facts: Any) -> Callable[[Function], Function]:
+    """Register a function as an objective."""
+    return _decorator(OBJECTIVES, name, facts)
+
+
+def dataset_kind(name: str, **facts: Any) -> Callable[[Function], Function]:
+    """Register a function as a kind of dataset."""
+    return _decorator(DATASET_KINDS, name, facts)
+
+
+def _decorator(
+    registry: Registry[Registered], name: str, facts: Mapping[str, Any]
+) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        registry.add(name, Registered(function, facts), function)
+        return function
+
+    return register
