@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
     "datasets": ({"core", "io", "sources"}, {"torch", "numpy", "PIL"}),
     "models": (
-        {"core", "datasets", "io", "merging", "parallel", "sources", "torchvision_repair"},
+        {"core", "datasets", "io", "parallel", "sources", "torchvision_repair"},
         {"torch"},
     ),
     "vectors": (

@@ -21,7 +21,7 @@ from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.merging.model_card import Evaluated, read_evaluation
 from atlas_cli.recipes.merge import Merge, read_merge, split_adapter
 from atlas_cli.recipes.reading import parse_bytes
-from atlas_cli.sources.locate import Source, locate
+from atlas_cli.sources.locate import COMPANION_FILES, Source, locate
 from atlas_cli.sources.references import parse_reference
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 _MANY = 8  # threads; beyond, the disk and memory are what is waited for
-# Files beside the weights of a Hub repository that are copied with them.
-_BESIDE = ("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def _locate(merge: Merge) -> dict[str, tuple[Source, Source | None]]:
     found = {}
     for reference in merge.references:
         model, adapter = split_adapter(reference)
-        beside = _BESIDE if reference == merge.layout else ()
+        beside = COMPANION_FILES if reference == merge.layout else ()
         other = locate(parse_reference(adapter)) if adapter else None
         found[reference] = (locate(parse_reference(model), beside), other)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -82,7 +83,7 @@ def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return 0
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_device(plan: Plan, limits: Limits) -> None:

@@ -26,10 +26,11 @@ from atlas_cli.merging.lockfile import (
     take_hashes,
     written_hashes,
 )
-from atlas_cli.merging.model_card import Evaluated, Shown, card_text, copy_beside, files_beside
+from atlas_cli.merging.model_card import Evaluated, Shown, card_text
 from atlas_cli.merging.plan import Plan, Resolved, check_together, lay_out, plan_files, resolve_all
 from atlas_cli.merging.produce import ByMethod, Conversion, Model, Producer
 from atlas_cli.merging.staging import MANIFEST, StagingFolder, check_space, check_target
+from atlas_cli.models.folders import companion_files, copy_companion_files
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.recipes.merge import Merge
 
@@ -70,7 +71,7 @@ class PreparedMerge:
     def copied(self) -> list[str]:
         """The files of the base that go with the weights."""
         layout = self.request.located[self.request.merge.layout]
-        return [path.name for path in files_beside(layout.model)]
+        return [path.name for path in companion_files(layout.model)]
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _finish(prepared: PreparedMerge, part: StagingFolder, recipe: dict[str, Any]
         text = header_text(shard.entries, metadata).ljust(shard.header)
         part.write_bytes(shard.file, 0, shard.header.to_bytes(8, "little") + text)
     request = prepared.request
-    copy_beside(request.located[request.merge.layout].model, part.folder, _dtype(prepared))
+    copy_companion_files(request.located[request.merge.layout].model, part.folder, _dtype(prepared))
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(part.folder / "model.safetensors.index.json", listed)

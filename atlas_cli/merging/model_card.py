@@ -1,13 +1,10 @@
-"""What stands beside merged weights: the files of the base, and a model card."""
+"""The model card of a merge: what was merged, how it was evaluated, and the recipe."""
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from atlas_cli import __version__
@@ -15,7 +12,6 @@ from atlas_cli.errors import UsageError
 from atlas_cli.merging.inputs import Located
 from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.reading import write_mapping
-from atlas_cli.sources.locate import Source
 
 
 @dataclass(frozen=True)
@@ -107,45 +103,6 @@ def _entries(own: Iterable[EvaluationResult]) -> Iterator[dict[str, Any]]:
             "dataset": {"name": result.data, "type": result.data, "split": result.split},
             "metrics": [{"type": "accuracy", "name": "top-1", "value": round(result.top1, 6)}],
         }
-
-
-COPIED = (
-    *("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
-    *("LICENSE*", "NOTICE*"),
-)
-_LEFT = ("*.index.json", "adapter_config.json", "trainer_state.json", "training_args*", "*.bin")
-_DTYPE_KEYS = ("torch_dtype", "dtype")
-
-
-# Files of the base ----------------------------------------------------------------------------
-
-
-def files_beside(source: Source) -> list[Path]:
-    """Configuration, tokenizer and preprocessing of a model, in the order of their names."""
-    return sorted(
-        path
-        for path in source.folder.iterdir()
-        if path.is_file()
-        and path not in source.weights
-        and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in COPIED)
-        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT)
-    )
-
-
-def copy_beside(source: Source, folder: Path, dtype: str | None) -> None:
-    """Copy them; config.json says the dtype of the weights, if that is another now."""
-    for path in files_beside(source):
-        text = _with_dtype(path, dtype) if path.name == "config.json" and dtype else None
-        if text is None:
-            shutil.copyfile(path, folder / path.name)
-        else:
-            (folder / path.name).write_text(text, "utf-8")
-
-
-def _with_dtype(path: Path, dtype: str) -> str | None:
-    found = json.loads(path.read_text("utf-8"))
-    changed = {key: dtype for key in _DTYPE_KEYS if found.get(key) not in (None, dtype)}
-    return json.dumps(found | changed, indent=2) + "\n" if changed else None
 
 
 # The card -------------------------------------------------------------------------------------

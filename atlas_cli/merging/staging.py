@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import threading
@@ -17,9 +16,15 @@ import torch
 from atlas_cli.errors import AtlasError
 from atlas_cli.native.operands import FileTarget
 
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
+    fcntl = None  # type: ignore[assignment]
+
 _JOURNAL = "journal"
 MANIFEST = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
 
@@ -35,7 +40,7 @@ class StagingFolder:
         self.target = target
         self.folder = target.absolute().parent / f".{target.name}.part"
         self.folder.mkdir(exist_ok=True)
-        self._journal = os.open(self.folder / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._journal = os.open(self.folder / _JOURNAL, _OPEN | os.O_APPEND)
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         self._writing = {name: threading.Lock() for name in files}
@@ -43,13 +48,15 @@ class StagingFolder:
         try:
             self.done = self._resume(identity, files)
             for name, length in files.items():
-                self._files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+                self._files[name] = os.open(self.folder / name, _OPEN, 0o666)
                 _reserve(self._files[name], length)
         except OSError:
             self.abandon()
             raise
 
     def _claim(self) -> None:
+        if fcntl is None:
+            return
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
@@ -57,7 +64,7 @@ class StagingFolder:
 
     def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
         """The pieces that an earlier run of the same work finished; else an empty folder."""
-        text = os.pread(self._journal, os.fstat(self._journal).st_size, 0).decode()
+        text = (self.folder / _JOURNAL).read_text("utf-8")
         first, *lines = text.split("\n")
         here = all(
             (self.folder / name).is_file() and (self.folder / name).stat().st_size == length
@@ -89,9 +96,9 @@ class StagingFolder:
         those that wait do so without work.
         """
         with self._writing[file]:
+            os.lseek(self._files[file], offset, os.SEEK_SET)  # Windows has no pwrite
             while len(content):
-                count = os.pwrite(self._files[file], content[:_WRITTEN], offset)
-                content, offset = content[count:], offset + count
+                content = content[os.write(self._files[file], content[:_WRITTEN]) :]
 
     def note(self, piece: Piece) -> None:
         """Say that a piece is in its file."""
@@ -141,12 +148,18 @@ def check_space(target: Path, wanted: int) -> None:
     """Raise if the disk has no room for what is still to be written."""
     folder = target.absolute().parent
     kept = folder / f".{target.name}.part"
-    there = sum(path.stat().st_blocks * 512 for path in kept.glob("*")) if kept.is_dir() else 0
+    there = sum(_on_disk(path) for path in kept.glob("*")) if kept.is_dir() else 0
     free = shutil.disk_usage(folder).free
     if wanted - there > free:
         raise AtlasError(
             f"{target}: needs {wanted / 1e6:,.0f} MB of disk, and {free / 1e6:,.0f} MB are free"
         )
+
+
+def _on_disk(path: Path) -> int:
+    """The bytes of disk that a file takes: fewer than its length while parts were not written."""
+    status = path.stat()
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
 
 
 def _reserve(file: int, length: int) -> None:

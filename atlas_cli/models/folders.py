@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import shutil
@@ -17,13 +18,15 @@ import torch
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.merging.model_card import copy_beside
 from atlas_cli.models.clip import Clip, has_text, read_blueprint, read_tensors
-from atlas_cli.sources.locate import Source
+from atlas_cli.sources.locate import COMPANION_FILES, Source
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 _TEXT_FOLDERS = ("hf_model_name", "hf_tokenizer_name")
+# What companion patterns match, but what describes other weights than those that are written.
+_LEFT = ("*.index.json", "adapter_config.json", "trainer_state.json", "training_args*", "*.bin")
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 @contextmanager
@@ -50,7 +53,7 @@ def write_model(clip: Clip, changed: Mapping[str, torch.Tensor], folder: Path) -
     with whole_folder(folder) as temporary:
         blueprint = clip.blueprint
         if clip.source.config(CONFIG) is not None:
-            copy_beside(clip.source, temporary, None)
+            copy_companion_files(clip.source, temporary, None)
         _copy_text(clip, temporary)
         config = {"model_cfg": blueprint.model, "preprocess_cfg": blueprint.preprocess}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -64,6 +67,34 @@ def _copy_text(clip: Clip, folder: Path) -> None:
     for key in _TEXT_FOLDERS:
         if home and key in text and (home / text[key]).is_dir():
             shutil.copytree(home / text[key], folder / text[key], dirs_exist_ok=True)
+
+
+def companion_files(source: Source) -> list[Path]:
+    """The configuration, tokenizer, preprocessing and licence of a model, sorted by name."""
+    return sorted(
+        path
+        for path in source.folder.iterdir()
+        if path.is_file()
+        and path not in source.weights
+        and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in COMPANION_FILES)
+        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT)
+    )
+
+
+def copy_companion_files(source: Source, folder: Path, dtype: str | None) -> None:
+    """Copy the companion files of a model; config.json gets `dtype` if it names another one."""
+    for path in companion_files(source):
+        text = _with_dtype(path, dtype) if path.name == "config.json" and dtype else None
+        if text is None:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            (folder / path.name).write_text(text, "utf-8")
+
+
+def _with_dtype(path: Path, dtype: str) -> str | None:
+    found = json.loads(path.read_text("utf-8"))
+    changed = {key: dtype for key in _DTYPE_KEYS if found.get(key) not in (None, dtype)}
+    return json.dumps(found | changed, indent=2) + "\n" if changed else None
 
 
 def _all_tensors(clip: Clip, changed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

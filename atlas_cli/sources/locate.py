@@ -39,6 +39,11 @@ CONFIG_NAMES = (
     "adapter_config.json",
 )
 TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
+# Files that belong to a model beside its weights: fetched and copied with them.
+COMPANION_FILES = (
+    *("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
+    *("LICENSE*", "NOTICE*"),
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _WINDOW = 4 << 20
 

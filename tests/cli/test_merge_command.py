@@ -173,6 +173,17 @@ def test_references_on_the_hub_are_pinned_to_their_commit(run, hub: Hub, recipe:
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
 
 
+def test_the_licence_of_a_base_on_the_hub_comes_with_the_merge(run, hub: Hub, recipe, tmp_path):
+    files = {path.name: path.read_bytes() for path in (tmp_path / "m1").iterdir()}
+    hub.add("owner/name", {**files, "LICENSE": b"MIT", "NOTICE.txt": b"by owner"})
+    found = {"merge_method": "passthrough", "models": [{"model": "owner/name"}]}
+    online = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": f"{tmp_path}/hf"}
+    result = run("merge", "-", "-o", "out", stdin=json.dumps(found), **online)
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / "LICENSE").read_bytes() == b"MIT"
+    assert (tmp_path / "out" / "NOTICE.txt").read_bytes() == b"by owner"
+
+
 def test_push_uploads_every_file(run, recipe: Path, tmp_path: Path):
     with UploadHub() as server:
         online = {"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}

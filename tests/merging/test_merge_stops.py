@@ -144,6 +144,24 @@ def test_other_work_starts_anew(tmp_path: Path, identity: str, files: dict[str, 
     assert StagingFolder(tmp_path / "out", identity, files).done == set()
 
 
+def test_a_system_without_file_locks_and_positioned_writes_merges_too(run_python, tmp_path: Path):
+    """As on Windows, which has no fcntl, no os.pread and no os.pwrite."""
+    for number in (1, 2):
+        write_model(tmp_path / f"m{number}", llama(number))
+    recipe = write_recipe(tmp_path / "r.yaml", linear(1, 2))
+    code = (
+        "import os, sys; sys.modules['fcntl'] = None; del os.pread, os.pwrite, os.posix_fallocate\n"
+        "from atlas_cli.cli.app import main\n"
+        "os.chdir(sys.argv[1]); sys.exit(main(['merge', 'r.yaml', '-o', sys.argv[2]]))"
+    )
+    assert run_python(code, str(tmp_path), "bare") == "bare\n"
+    process = subprocess.run(
+        [sys.executable, "-m", "atlas_cli", "merge", str(recipe), "-o", "usual"], cwd=tmp_path
+    )
+    assert process.returncode == 0
+    assert digests(tmp_path / "bare") == digests(tmp_path / "usual")
+
+
 def test_two_merges_do_not_write_one_folder(tmp_path: Path):
     first = StagingFolder(tmp_path / "out", "same", FILES)
     with pytest.raises(AtlasError, match="another atlas merge is writing it"):
