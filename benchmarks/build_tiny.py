@@ -30,12 +30,10 @@ from atlas_cli.datasets.builtin.styles import CLEAN
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.learning.finetune import prepared
 from atlas_cli.learning.setup import Inputs
-from atlas_cli.models.clip import Opening
+from atlas_cli.models.clip import Opening, import_open_clip
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.sources.builtin import model_folder
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.sources.references import builtin_model, parse_reference
 
 Tokenizer = Callable[[list[str]], torch.Tensor]
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -278,7 +276,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("verb", choices=["build", "table"])
-    parser.add_argument("-o", "--output", type=Path, default=model_folder("tiny"))
+    parser.add_argument("-o", "--output", type=Path, default=builtin_model("tiny"))
     parser.add_argument("--steps", type=int, default=400, help="fine-tuning steps; 0 for none")
     parser.add_argument("--rate", type=float, default=1e-3, help="fine-tuning rate")
     options = parser.parse_args()

@@ -16,9 +16,8 @@ from pathlib import Path
 import storage
 
 from atlas_cli.core.storage import Form
-from atlas_cli.sources.builtin import VECTORS, vector_file
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.references import BUILTIN_VECTORS, parse_reference, vector_file
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to
 
@@ -30,7 +29,7 @@ def build(folder: Path, work: Path) -> None:
     base = open_base(locate(parse_reference("builtin:tiny")), "visual")
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    for task in VECTORS:
+    for task in BUILTIN_VECTORS:
         tuned = storage.tuned_file(work, task, STEPS, RATE).resolve()
         with tempfile.TemporaryDirectory() as place:
             os.chdir(place)
@@ -44,7 +43,7 @@ def build(folder: Path, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, default=vector_file("digits").parent)
+    parser.add_argument("-o", "--output", type=Path, default=vector_file("builtin:digits").parent)
     parser.add_argument("--work", type=Path, help="keep the fine-tuned weights here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

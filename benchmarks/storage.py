@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 
 from atlas_cli.core.storage import Form, decode
 from atlas_cli.datasets.builtin import TASKS
-from atlas_cli.sources.builtin import model_folder
 from atlas_cli.sources.locate import locate, sha256_of
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.references import builtin_model, parse_reference
 from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.extract import Extracted, Options, extract_to
 from atlas_cli.vectors.format import open_vector
@@ -53,10 +52,10 @@ class Row:
 
 def tuned_file(folder: Path, task: str, steps: int, rate: float) -> Path:
     """The weights of the built-in model fine-tuned on a task, from the folder if they are there."""
-    base = sha256_of(model_folder("tiny") / WEIGHTS)[:12]
+    base = sha256_of(builtin_model("tiny") / WEIGHTS)[:12]
     path = folder / f"{task}-{base}-{steps}-{rate:g}.safetensors"
     if not path.exists():
-        weights = build_tiny.finetune(model_folder("tiny"), task, steps, rate)
+        weights = build_tiny.finetune(builtin_model("tiny"), task, steps, rate)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
         print(f"fine-tuned on {task}", file=sys.stderr, flush=True)
     return path
@@ -64,7 +63,7 @@ def tuned_file(folder: Path, task: str, steps: int, rate: float) -> Path:
 
 def rows_of(base: Base, task: str, path: Path, output: Path) -> dict[str, Row]:
     """The test accuracy of base + vector, for every form of the vector."""
-    model, tokenizer = build_tiny.open_model(model_folder("tiny"))
+    model, tokenizer = build_tiny.open_model(builtin_model("tiny"))
     head = build_tiny.head_of(model, tokenizer, task)
     test = build_tiny.split_of(task, "test")
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}

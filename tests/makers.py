@@ -131,14 +131,13 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Pa
 
 def write_moved_tiny(path: Path, *, seed: int = 0, size: float = 0.02) -> Path:
     """The task vector of the built-in model after a random step of that relative size."""
-    from atlas_cli.sources.builtin import model_folder
     from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.references import builtin_model, parse_reference
     from atlas_cli.vectors.bases import open_base
     from atlas_cli.vectors.extract import Options, extract_to
 
     random = torch.Generator().manual_seed(seed)
-    weights = load_file(model_folder("tiny") / "open_clip_model.safetensors")
+    weights = load_file(builtin_model("tiny") / "open_clip_model.safetensors")
     moved = {
         name: tensor.float() * (1 + size * torch.randn(tensor.shape, generator=random))
         if name.startswith("visual.")

@@ -17,16 +17,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "registry": (set(), set()),
     "parallel": (set(), {"torch"}),
-    "torchvision_repair": (set(), {"torch"}),
     "recipes": ({"datasets", "sources"}, {"pydantic", "yaml"}),
     "io": (set(), {"torch", "numpy", "safetensors"}),
-    "sources": ({"io", "recipes", "torchvision_repair"}, {"huggingface_hub"}),
+    "sources": ({"io"}, {"huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy"}),
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
     "datasets": ({"core", "io", "sources"}, {"torch", "numpy", "PIL"}),
     "models": (
-        {"core", "datasets", "io", "parallel", "sources", "torchvision_repair"},
+        {"core", "io", "parallel", "sources"},
         {"torch"},
     ),
     "vectors": (
@@ -49,7 +48,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cli": (
         {"core", "datasets", "io", "learning", "merging", "models", "recipes", "reports"}
-        | {"sources", "torchvision_repair", "vectors"},
+        | {"sources", "vectors"},
         {"rich", "typer"},
     ),
     "__main__": ({"cli"}, set()),

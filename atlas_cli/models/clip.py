@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from atlas_cli.datasets.images import Preprocess
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
@@ -21,8 +23,8 @@ from atlas_cli.models import tensor_names
 from atlas_cli.models.tensor_names import INFORMATION, MASKS
 from atlas_cli.sources.locate import Source
 from atlas_cli.sources.references import Reference, check_architecture
-from atlas_cli.torchvision_repair import import_open_clip
 
+Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
 Tokenize = Callable[[Sequence[str]], torch.Tensor]
 _NAMES = {True: "QuickGELU", False: "GELU"}
 _BUFFERS = (*MASKS, "num_batches_tracked")
@@ -67,7 +69,6 @@ class Opening:
 def open_model(source: Source, opening: Opening | None = None) -> Clip:
     """Build, check and fill the model that a source describes."""
     opening = opening or Opening()
-    open_clip = import_open_clip()
     device = choose_device(opening.device)
     tensors = read_tensors(source)
     if has_text(tensors):
@@ -78,7 +79,7 @@ def open_model(source: Source, opening: Opening | None = None) -> Clip:
     name = source.reference.text
     fill(module, tensors, name)
     module.eval().requires_grad_(False).to(device)
-    tokenize = _tokenizer(open_clip, blueprint)
+    tokenize = _tokenizer(blueprint)
     return Clip(name, module, preprocess, tokenize, blueprint, source, device)
 
 
@@ -305,13 +306,13 @@ def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
     return model
 
 
-def _tokenizer(open_clip: Any, blueprint: Blueprint) -> Tokenize:
+def _tokenizer(blueprint: Blueprint) -> Tokenize:
+    open_clip = import_open_clip()
     text = _with_local_text(blueprint)["text_cfg"]
     length = text.get("context_length", 77)
     name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
     if not name:
-        simple: Tokenize = open_clip.SimpleTokenizer(context_length=length, **options)
-        return simple
+        return open_clip.SimpleTokenizer(context_length=length, **options)  # type: ignore[no-any-return]
     if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
         raise CheckpointError(
             f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, "
@@ -366,3 +367,34 @@ def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> lis
         elif not name.endswith(_BUFFERS):
             problems.append(f"{name} is missing")
     return problems + [f"{name} is unknown" for name in tensors if name not in places]
+
+
+# open_clip itself -----------------------------------------------------------------------------
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_declared: list[torch.library.Library] = []  # the operators live as long as this reference
+
+
+def import_open_clip() -> ModuleType:
+    """The module open_clip, also where torchvision was built for another torch.
+
+    A CPU-only torch beside a torchvision built for CUDA fails on import because two detection
+    operators are missing. No model here calls them, so it is enough to declare them.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as problem:
+        if "torchvision::nms" not in str(problem):
+            raise
+        _declare_missing_operators()
+        importlib.import_module("torchvision")
+    return importlib.import_module("open_clip")
+
+
+def _declare_missing_operators() -> None:
+    """Declare torchvision::nms and ::qnms, and forget the half-imported torchvision."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    _declared.append(torch.library.Library("torchvision", "DEF"))
+    for operator in ("nms", "qnms"):
+        _declared[-1].define(f"{operator}{_SCHEMA}")

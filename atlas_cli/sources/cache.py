@@ -1,8 +1,8 @@
-"""What atlas can compute again: where it is kept, and what is known of files seen before.
+"""The cache folder, and in it the digests of files that were hashed before.
 
-Digests are kept with the place, the size and the times of their files. No result depends on it:
-an entry that is missing, damaged or of other files is computed again, and one that cannot be
-written is not kept.
+An entry holds the path, size and times of its files. No result depends on the cache: a digest whose
+entry is missing, damaged or of other files is computed again, and an entry that cannot be written
+is skipped.
 """
 
 from __future__ import annotations
@@ -26,81 +26,81 @@ SHA256, XXH3 = 64, 32  # hexadecimal digits of a digest
 
 
 def cache_folder() -> Path:
-    """Where atlas keeps what it can compute again: ATLAS_CACHE, or the user's cache folder."""
+    """ATLAS_CACHE, or `atlas` in the user's cache folder. Everything in it can be deleted."""
     if chosen := os.environ.get("ATLAS_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas"
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is remembered of a file or of a block: its digest in hexadecimal, and its norm."""
+class CachedDigest:
+    """The digest of a file or of a block in hexadecimal, and the norm of a block."""
 
     digest: str
     norm: float = 0.0
 
     def is_sound(self, digits: int) -> bool:
-        """Whether it can have been written here, with a digest of so many digits."""
+        """Whether the values are ones that atlas writes, with a digest of so many digits."""
         number = type(self.norm) is float and math.isfinite(self.norm) and self.norm >= 0
         return number and len(self.digest) == digits and bool(_HEXADECIMAL.fullmatch(self.digest))
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """Files as they were at a moment: path, device, inode, size and both times of each.
+class FileStats:
+    """Path, device, inode, size and both times of some files, at one moment.
 
-    `settled` says whether all were old enough then for any later change to show in a time. It is
-    False, and there are no files, if one of them could not be looked at.
+    `settled` says whether all files were old enough that any later change shows in their times.
+    If one of them cannot be looked at, `files` is empty and `settled` is False.
     """
 
     files: tuple[tuple[str | int, ...], ...]
     settled: bool
 
 
-def sight(paths: Sequence[Path]) -> Sighting:
-    """Look at files, before they are read."""
+def stat_files(paths: Sequence[Path]) -> FileStats:
+    """The stats of files; to be taken before the files are read."""
     now = time.time_ns()
     try:
         seen = [(str(path.resolve()), path.stat()) for path in paths]
     except (OSError, RuntimeError):  # a loop of links
-        return Sighting((), settled=False)
+        return FileStats((), settled=False)
     youngest = max(max(status.st_mtime_ns, status.st_ctime_ns) for _, status in seen)
     files = tuple(
         (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         for path, status in seen
     )
-    return Sighting(files, settled=now - youngest > _SETTLED * 1e9)
+    return FileStats(files, settled=now - youngest > _SETTLED * 1e9)
 
 
-def recall(
-    what: str, sighting: Sighting, names: Collection[str], digits: int = SHA256
-) -> dict[str, Known]:
-    """What was remembered of the same files under each of the names; empty if not all is there."""
+def load_digests(
+    what: str, stats: FileStats, names: Collection[str], digits: int = SHA256
+) -> dict[str, CachedDigest]:
+    """The cached digests of unchanged files under each of the names; empty unless all are there."""
     try:
-        found = json.loads(_entry(what, sighting).read_text("utf-8"))
-        same = found["files"] == [list(file) for file in sighting.files] != []
-        known = {name: Known(*found["known"][name]) for name in names}
-        sound = all(one.is_sound(digits) for one in known.values())
+        found = json.loads(_entry(what, stats).read_text("utf-8"))
+        same = found["files"] == [list(file) for file in stats.files] != []
+        digests = {name: CachedDigest(*found["known"][name]) for name in names}
+        sound = all(one.is_sound(digits) for one in digests.values())
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
         return {}
-    return known if same and sound else {}
+    return digests if same and sound else {}
 
 
-def remember(what: str, sighting: Sighting, known: Mapping[str, Known]) -> None:
-    """Keep what is known for the next time, if the files have not changed since the sighting."""
-    files = [Path(str(file[0])) for file in sighting.files]
-    if not sighting.settled or sight(files).files != sighting.files:
+def save_digests(what: str, stats: FileStats, digests: Mapping[str, CachedDigest]) -> None:
+    """Cache digests, unless the files have changed since their stats were taken."""
+    files = [Path(str(file[0])) for file in stats.files]
+    if not stats.settled or stat_files(files).files != stats.files:
         return
-    lines = {name: (one.digest, one.norm) for name, one in known.items()}
-    text = json.dumps({"files": sighting.files, "known": lines}, sort_keys=True)
+    lines = {name: (one.digest, one.norm) for name, one in digests.items()}
+    text = json.dumps({"files": stats.files, "known": lines}, sort_keys=True)
     with contextlib.suppress(OSError, RuntimeError):
-        entry = _entry(what, sighting)
+        entry = _entry(what, stats)
         entry.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(entry) as temporary:
             temporary.write_text(text, "utf-8")
 
 
-def _entry(what: str, sighting: Sighting) -> Path:
-    """One file for the same files under whatever sizes and times: a new digest replaces an old."""
-    key = json.dumps([what, [file[0] for file in sighting.files]])
+def _entry(what: str, stats: FileStats) -> Path:
+    """The entry of these paths, whatever the sizes and times: a new digest replaces an old one."""
+    key = json.dumps([what, [file[0] for file in stats.files]])
     return cache_folder() / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

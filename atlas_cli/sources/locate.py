@@ -11,16 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from atlas_cli.errors import (
-    AtlasError,
-    CheckpointError,
-    UnreachableError,
-    UsageError,
-)
-from atlas_cli.sources import builtin
-from atlas_cli.sources.cache import Known, recall, remember, sight
+from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
+from atlas_cli.sources.cache import CachedDigest, load_digests, save_digests, stat_files
 from atlas_cli.sources.hub import open_snapshot
-from atlas_cli.sources.references import Reference
+from atlas_cli.sources.references import Reference, builtin_model, open_clip_repository
 
 # In order of preference. Safetensors first: nothing in them can be run.
 WEIGHT_NAMES = (
@@ -71,12 +65,12 @@ class Source:
         }
 
     def _hashes(self) -> dict[str, str]:
-        seen = sight(self.weights)
-        known = recall("files", seen, [path.name for path in self.weights])
-        if not known:
-            known = {path.name: Known(sha256_of(path)) for path in self.weights}
-            remember("files", seen, known)
-        return {name: one.digest for name, one in known.items()}
+        stats = stat_files(self.weights)
+        digests = load_digests("files", stats, [path.name for path in self.weights])
+        if not digests:
+            digests = {path.name: CachedDigest(sha256_of(path)) for path in self.weights}
+            save_digests("files", stats, digests)
+        return {name: one.digest for name, one in digests.items()}
 
 
 def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
@@ -86,7 +80,7 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
     """
     match reference.kind:
         case "builtin":
-            return _in_folder(reference, builtin.model_folder(reference.name))
+            return _in_folder(reference, builtin_model(reference.name))
         case "path":
             path = Path(reference.name)
             if path.is_dir():
@@ -106,12 +100,9 @@ def _in_folder(reference: Reference, folder: Path) -> Source:
 
 def _open_clip_repository(reference: Reference) -> tuple[str, str | None]:
     """The Hub repository, and the file in it, that open_clip lists for a tag."""
-    from atlas_cli.torchvision_repair import import_open_clip  # imports torch: only for a tag
-
-    found = import_open_clip().get_pretrained_cfg(reference.name, reference.tag)
-    if not found.get("hf_hub"):
+    address = open_clip_repository(reference.name, reference.tag or "")
+    if address is None:
         raise UsageError(f"{reference.text}: open_clip lists no weights for it on the Hub")
-    address = found["hf_hub"]
     owner, name, file = (*address.split("/"), "")[:3]
     return f"{owner}/{name}", file or None
 

@@ -1,24 +1,26 @@
-"""The names of task vectors -> their files."""
+"""What users write for models and task vectors: references, understood but not yet opened."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from atlas_cli.errors import (
-    AtlasError,
-    UsageError,
-    nearest,
-)
-from atlas_cli.sources import builtin
+from atlas_cli.errors import AtlasError, UsageError, nearest
 
 Kind = Literal["builtin", "path", "open_clip", "hub"]
+BUILTIN_MODELS: tuple[str, ...] = ("tiny",)
+BUILTIN_VECTORS: tuple[str, ...] = (
+    *("digits", "letters", "house_numbers", "signs"),
+    *("textures", "terrain", "counts", "silhouettes"),
+)
+_BUILTIN = "builtin:"
+_FILES = Path(__file__).parent / "builtin"
 
 GRAMMAR = (
     "builtin:tiny, ARCHITECTURE/TAG of open_clip, OWNER/NAME[/FILE][@REVISION] on the Hub, "
@@ -42,11 +44,11 @@ def parse_reference(text: str) -> Reference:
     """Understand a model reference. Opens nothing; raises UsageError for what cannot be one."""
     scheme, _, rest = text.partition(":")
     if scheme == "builtin":
-        if rest in builtin.VECTORS:
-            return Reference(text, "path", str(builtin.vector_file(rest)))
-        if rest not in builtin.MODELS:
-            known = ", ".join(f"builtin:{name}" for name in builtin.MODELS)
-            raise UsageError(f"unknown model '{text}'{nearest(rest, builtin.MODELS)} ({known})")
+        if rest in BUILTIN_VECTORS:
+            return Reference(text, "path", str(_builtin_vector(rest)))
+        if rest not in BUILTIN_MODELS:
+            known = ", ".join(f"builtin:{name}" for name in BUILTIN_MODELS)
+            raise UsageError(f"unknown model '{text}'{nearest(rest, BUILTIN_MODELS)} ({known})")
         return Reference(text, "builtin", rest)
     if scheme in {"hf-hub", "hf"}:
         return _parse_hub(text, rest.removeprefix("//"))
@@ -98,38 +100,80 @@ def check_architecture(name: str | None) -> None:
         raise UsageError(f"unknown architecture '{name}'{nearest(name, open_clip_tags())}")
 
 
-@cache
+# open_clip's table of weights ------------------------------------------------------------------
+
+
 def open_clip_tags() -> dict[str, tuple[str, ...]]:
     """Every open_clip architecture and its weight tags.
 
-    Read from open_clip's files rather than imported: importing open_clip imports torch, and a
-    misspelt name should not cost seconds.
+    A "-quickgelu" architecture has all tags of the plain one here, also those that open_clip
+    does not offer for it.
     """
+    listed = _open_clip_weights()
+    names = sorted(path.stem for path in (_open_clip_folder() / "model_configs").glob("*.json"))
+    return {name: tuple(listed.get(name.removesuffix("-quickgelu"), ())) for name in names}
+
+
+def open_clip_repository(architecture: str, tag: str) -> str | None:
+    """The Hub address, OWNER/NAME or OWNER/NAME/FILE, that open_clip lists for a tag."""
+    plain = architecture.removesuffix("-quickgelu")
+    found = _open_clip_weights().get(plain, {}).get(tag, {})
+    if plain != architecture and not found.get("quick_gelu"):
+        return None
+    return str(found.get("hf_hub") or "").strip("/") or None
+
+
+@cache
+def _open_clip_weights() -> dict[str, dict[str, dict[str, object]]]:
+    """architecture -> tag -> what open_clip says of these weights.
+
+    Read from the text of open_clip/pretrained.py rather than imported: importing open_clip
+    imports torch, and a misspelt name should not cost seconds.
+    """
+    tables: dict[str, ast.expr] = {}
+    for node in ast.parse((_open_clip_folder() / "pretrained.py").read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            tables[node.targets[0].id] = node.value
+    found = {}
+    if isinstance(table := tables.get("_PRETRAINED"), ast.Dict):
+        for key, value in zip(table.keys, table.values, strict=True):
+            tags = tables[value.id] if isinstance(value, ast.Name) else value
+            assert isinstance(key, ast.Constant)
+            found[str(key.value)] = {
+                tag: {word: _literal(given) for word, given in _keywords(call).items()}
+                for tag, call in _keywords(tags).items()
+            }
+    return found
+
+
+def _open_clip_folder() -> Path:
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
         raise AtlasError("open_clip is not installed; run: pip install open_clip_torch")
-    folder = Path(spec.submodule_search_locations[0])
-    tables: dict[str, ast.expr] = {}
-    for node in ast.parse((folder / "pretrained.py").read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            tables[node.targets[0].id] = node.value
-    listed: dict[str, tuple[str, ...]] = {}
-    if isinstance(table := tables.get("_PRETRAINED"), ast.Dict):
-        for key, value in zip(table.keys, table.values, strict=True):
-            listed[str(ast.literal_eval(key))] = _keywords(value, tables)  # type: ignore[arg-type]
-    names = sorted(path.stem for path in (folder / "model_configs").glob("*.json"))
-    # Of a "-quickgelu" architecture these are too many; `locate` asks open_clip itself.
-    return {name: listed.get(name.removesuffix("-quickgelu"), ()) for name in names}
+    return Path(spec.submodule_search_locations[0])
 
 
-def _keywords(value: ast.expr, tables: Mapping[str, ast.expr]) -> tuple[str, ...]:
-    """The keywords of `dict(a=..., b=...)`, given as such or by a name."""
-    if isinstance(value, ast.Name):
-        value = tables[value.id]
-    return tuple(k.arg for k in value.keywords if k.arg) if isinstance(value, ast.Call) else ()
+def _keywords(value: ast.expr) -> dict[str, ast.expr]:
+    """The keyword arguments of a call such as `dict(a=..., b=...)`."""
+    given = value.keywords if isinstance(value, ast.Call) else []
+    return {keyword.arg: keyword.value for keyword in given if keyword.arg}
 
 
-_BUILTIN = "builtin:"
+def _literal(value: ast.expr) -> object:
+    return value.value if isinstance(value, ast.Constant) else None
+
+
+# Task vectors ---------------------------------------------------------------------------------
+
+
+def builtin_model(name: str) -> Path:
+    """The folder of a built-in model, as open_clip reads it with `local-dir:`."""
+    return _FILES / name
+
+
+def _builtin_vector(name: str) -> Path:
+    """The task vector of the built-in model for a task, as `atlas extract` writes it."""
+    return _FILES / "vectors" / f"{name}.safetensors"
 
 
 def vector_file(text: str) -> Path:
@@ -137,12 +181,12 @@ def vector_file(text: str) -> Path:
     if not text.startswith(_BUILTIN):
         return Path(text).expanduser()
     name = text.removeprefix(_BUILTIN)
-    if name not in builtin.VECTORS:
-        known = ", ".join(f"{_BUILTIN}{one}" for one in builtin.VECTORS)
+    if name not in BUILTIN_VECTORS:
+        known = ", ".join(f"{_BUILTIN}{one}" for one in BUILTIN_VECTORS)
         raise UsageError(
-            f"unknown task vector '{text}'{nearest(name, builtin.VECTORS)} ({known}, builtin:all)"
+            f"unknown task vector '{text}'{nearest(name, BUILTIN_VECTORS)} ({known}, builtin:all)"
         )
-    return builtin.vector_file(name)
+    return _builtin_vector(name)
 
 
 def expand_vectors(texts: Sequence[str]) -> list[str]:
@@ -152,7 +196,7 @@ def expand_vectors(texts: Sequence[str]) -> list[str]:
 
 def _expanded(text: str) -> list[str]:
     if text == f"{_BUILTIN}all":
-        return [f"{_BUILTIN}{name}" for name in builtin.VECTORS]
+        return [f"{_BUILTIN}{name}" for name in BUILTIN_VECTORS]
     path = vector_file(text)
     if path.is_dir():
         inside = sorted(str(file) for file in path.glob("*.safetensors"))

@@ -32,8 +32,8 @@ class BlockHashes:
         self._scope = scope
         # Another version may name blocks anew.
         self._what = f"XXH3 of blocks of {scope} by atlas {__version__}"
-        self._sighting = cache.sight(files)
-        found = cache.recall(self._what, self._sighting, names, cache.XXH3)
+        self._stats = cache.stat_files(files)
+        found = cache.load_digests(self._what, self._stats, names, cache.XXH3)
         self._digests = {name: bytes.fromhex(known.digest) for name, known in found.items()}
         self._norms = {name: known.norm for name, known in found.items()}
         self._begun: dict[str, Future[bytes]] = {}
@@ -53,8 +53,10 @@ class BlockHashes:
         if self._begun:
             self._digests |= {name: future.result() for name, future in self._begun.items()}
             self._begun.clear()
-            found = {n: cache.Known(self._digests[n].hex(), self._norms[n]) for n in self._digests}
-            cache.remember(self._what, self._sighting, found)
+            found = {
+                n: cache.CachedDigest(self._digests[n].hex(), self._norms[n]) for n in self._digests
+            }
+            cache.save_digests(self._what, self._stats, found)
         return fingerprint(self._scope, self._digests)
 
 

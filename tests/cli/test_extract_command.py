@@ -19,7 +19,7 @@ from hostile import HOSTILE, MARKER
 from safetensors.torch import load_file, save_file
 from test_startup import HEAVY, imported
 
-from atlas_cli.sources.builtin import model_folder
+from atlas_cli.sources.references import builtin_model
 from atlas_cli.vectors.format import open_vector
 
 WEIGHTS = "open_clip_model.safetensors"
@@ -29,7 +29,7 @@ TINY = "builtin:tiny"
 def write_tuned(path: Path, seed: int = 1) -> Path:
     """The built-in model, a little further on, as a bare file."""
     random = torch.Generator().manual_seed(seed)
-    tensors = load_file(model_folder("tiny") / WEIGHTS)
+    tensors = load_file(builtin_model("tiny") / WEIGHTS)
     moved = {
         n: t.float() + 0.01 * torch.randn(t.shape, generator=random) for n, t in tensors.items()
     }
@@ -431,7 +431,7 @@ print(json.dumps(seen))
 def test_killed_at_any_moment_it_leaves_nothing_or_a_whole_file(run_python, tmp_path: Path):
     """50 times, each in a fork of a process that has torch loaded already."""
     torch.manual_seed(0)
-    config = (model_folder("tiny") / "open_clip_config.json").read_text()
+    config = (builtin_model("tiny") / "open_clip_config.json").read_text()
     tensors = {f"visual.{number}.weight": torch.randn(512, 1024) for number in range(24)}
     for name in ("base", "tuned"):
         (tmp_path / name).mkdir()

@@ -11,7 +11,7 @@ import pytest
 
 from atlas_cli.datasets.builtin import CONTROL, TASKS, draw, label_of
 from atlas_cli.datasets.builtin.concepts import CLASSES
-from atlas_cli.sources.builtin import MODELS, model_folder
+from atlas_cli.sources.references import BUILTIN_MODELS, builtin_model
 
 # The first 16 digits of the SHA-256 of the bytes.
 PINNED = {
@@ -104,4 +104,4 @@ def test_the_registry_needs_neither_numpy_nor_torch() -> None:
 
 
 def test_every_model_has_a_folder() -> None:
-    assert all(model_folder(name).is_dir() for name in MODELS)
+    assert all(builtin_model(name).is_dir() for name in BUILTIN_MODELS)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from atlas_cli.datasets.builtin import CONTROL, TASKS, draw, label_of
-from atlas_cli.sources.builtin import model_folder
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.models.clip import import_open_clip
+from atlas_cli.sources.references import builtin_model
 
 Opened = tuple[Any, Callable[[list[str]], torch.Tensor], Callable[[Any], torch.Tensor]]
 
@@ -22,7 +22,7 @@ Opened = tuple[Any, Callable[[list[str]], torch.Tensor], Callable[[Any], torch.T
 @pytest.fixture(scope="module")
 def opened() -> Opened:
     open_clip = import_open_clip()
-    name = f"local-dir:{model_folder('tiny').resolve()}"
+    name = f"local-dir:{builtin_model('tiny').resolve()}"
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     return model.eval(), open_clip.get_tokenizer(name), preprocess
 
@@ -43,17 +43,17 @@ def zero_shot(opened: Opened, task: str, count: int = 320) -> float:
 
 
 def test_the_model_takes_less_than_8_megabytes() -> None:
-    assert sum(path.stat().st_size for path in model_folder("tiny").iterdir()) < 8_000_000
+    assert sum(path.stat().st_size for path in builtin_model("tiny").iterdir()) < 8_000_000
 
 
 def test_the_weights_are_half_precision_and_name_their_activation() -> None:
-    with safe_open(model_folder("tiny") / "open_clip_model.safetensors", "pt") as file:
+    with safe_open(builtin_model("tiny") / "open_clip_model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "activation": "gelu"}
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F16"}  # noqa: SIM118
 
 
 def test_the_configuration_is_that_of_a_plain_vision_transformer() -> None:
-    config = json.loads((model_folder("tiny") / "open_clip_config.json").read_text())
+    config = json.loads((builtin_model("tiny") / "open_clip_config.json").read_text())
     assert config["model_cfg"]["quick_gelu"] is False
     assert "timm_model_name" not in config["model_cfg"]["vision_cfg"]
 

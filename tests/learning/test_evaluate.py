@@ -15,8 +15,8 @@ from conftest import HALF, write_images, write_open_clip
 from PIL import Image
 
 from atlas_cli.datasets import builtin
-from atlas_cli.sources.builtin import model_folder
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.models.clip import import_open_clip
+from atlas_cli.sources.references import builtin_model
 
 TASKS = [f"builtin:{name}" for name in builtin.TASKS]
 
@@ -54,7 +54,7 @@ def plain_loop(model: Path, data: Path, names: Sequence[str], templates: Sequenc
 def test_a_folder_gets_the_predictions_of_a_plain_open_clip_loop(
     digits: Path, tmp_path: Path, call
 ):
-    model = model_folder("tiny")
+    model = builtin_model("tiny")
     names = sorted(builtin.TASKS["digits"].classes)
     wanted = plain_loop(model, digits / "test", names, builtin.TASKS["digits"].templates)
     file = tmp_path / "predictions.jsonl"
@@ -72,10 +72,10 @@ def test_a_folder_gets_the_predictions_of_a_plain_open_clip_loop(
 def test_clip_benchmark_counts_the_same_images(digits: Path, tmp_path: Path, run, run_python):
     """The same folder, model, names and templates through clip-benchmark's own evaluation."""
     pytest.importorskip("clip_benchmark")
-    model = model_folder("tiny")
+    model = builtin_model("tiny")
     code = """
 import json, sys
-from atlas_cli.vision import import_open_clip
+from atlas_cli.models.clip import import_open_clip
 open_clip = import_open_clip()
 import torch
 from torchvision.datasets import ImageFolder
@@ -89,9 +89,10 @@ loader = torch.utils.data.DataLoader(folder, batch_size=50)
 model.eval()
 scores = evaluate(model, loader, tokenizer, names, templates, "cpu", amp=False, verbose=False)
 weights = zero_shot_classifier(model, tokenizer, names, templates, "cpu", amp=False)
-from atlas_cli.heads import compute_head
-from atlas_cli.models import open_model
-from atlas_cli.sources import locate, parse_reference
+from atlas_cli.models.clip import open_model
+from atlas_cli.models.zero_shot import compute_head
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
 clip = open_model(locate(parse_reference(sys.argv[1])))
 ours = compute_head(clip, names, json.loads(sys.argv[3])) / clip.module.logit_scale.exp()
 print("RESULT", json.dumps([scores["acc1"], (ours.T - weights).abs().max().item()]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiles import merge
 
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.models.clip import import_open_clip
 
 import_open_clip()  # mends torchvision, which the libraries below import too
 peft = pytest.importorskip("peft.utils.merge_utils")

@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.compose import compose
 from atlas_cli.core.granularity import choose_layout
-from atlas_cli.models.clip import open_model, read_tensors
-from atlas_cli.sources.builtin import model_folder
+from atlas_cli.models.clip import import_open_clip, open_model, read_tensors
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.sources.references import builtin_model, parse_reference
 from atlas_cli.vectors.pool import compose_pool, open_pool
 
 import_open_clip()  # mends torchvision, which transformers imports too
@@ -37,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def moved_model(folder: Path, seed: int) -> Path:
     """The built-in model with every weight moved a little."""
-    shutil.copytree(model_folder("tiny"), folder)
+    shutil.copytree(builtin_model("tiny"), folder)
     random = torch.Generator().manual_seed(seed)
     weights = load_file(folder / WEIGHTS)
     for name, tensor in weights.items():
@@ -91,7 +89,7 @@ def test_a_learned_merge_opened_by_open_clip_has_the_features_of_the_composition
     pool = open_pool(
         [entry["file"] for entry in recipe["vectors"]],
         read_tensors(locate(parse_reference("builtin:tiny"))),
-        list(load_file(model_folder("tiny") / WEIGHTS)),
+        list(load_file(builtin_model("tiny") / WEIGHTS)),
     )
     labels = choose_layout(pool.shapes, granularity).labels
     random = torch.Generator().manual_seed(3)

@@ -14,7 +14,7 @@ from merge_runs import digests, llama, read_model, write_model, write_recipe
 from tiles import merge as merge_tensors
 
 from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.models.clip import import_open_clip
 
 ROOMY = ("--memory", "8GB")  # the process of the tests itself is in the budget
 

@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.cli.app import main
-from atlas_cli.sources.builtin import model_folder
-from atlas_cli.torchvision_repair import import_open_clip
+from atlas_cli.models.clip import import_open_clip
+from atlas_cli.sources.references import builtin_model
 
 PYTHON = os.environ.get("ATLAS_MERGEKIT_PYTHON")
 pytestmark = pytest.mark.skipif(
@@ -125,7 +125,7 @@ def run_mergekit(folder: Path, *flags: str) -> None:
 def raw(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four weight files of a CLIP model, and every recipe merged by both programs."""
     folder = tmp_path_factory.mktemp(f"raw-{request.param}")
-    start = load_file(model_folder("tiny") / "open_clip_model.safetensors")
+    start = load_file(builtin_model("tiny") / "open_clip_model.safetensors")
     random = torch.Generator().manual_seed(0)
     for name in ("base", "a", "b", "c"):
         moved = {

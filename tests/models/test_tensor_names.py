@@ -11,10 +11,9 @@ from conftest import HALF, write_open_clip
 from hub import Hub
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
-from atlas_cli.models.clip import Clip, Opening, open_model
+from atlas_cli.models.clip import Clip, Opening, import_open_clip, open_model
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
-from atlas_cli.torchvision_repair import import_open_clip
 
 import_open_clip()  # mends torchvision, which transformers imports too
 transformers = pytest.importorskip("transformers")

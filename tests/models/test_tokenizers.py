@@ -10,9 +10,8 @@ import pytest
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.models.clip import open_model
-from atlas_cli.sources.builtin import model_folder
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.references import builtin_model, parse_reference
 
 pytest.importorskip("transformers")
 
@@ -21,7 +20,7 @@ pytest.importorskip("transformers")
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose tokenizer comes with code that leaves a mark."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(model_folder("tiny"), tmp_path / "model")
+    shutil.copytree(builtin_model("tiny"), tmp_path / "model")
     tokenizer = tmp_path / "tok"
     tokenizer.mkdir()
     names = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}

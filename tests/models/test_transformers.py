@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_extract import read, run
 
 from atlas_cli.errors import MismatchError
-from atlas_cli.models.clip import read_tensors
+from atlas_cli.models.clip import import_open_clip, read_tensors
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
-from atlas_cli.torchvision_repair import import_open_clip
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.format import open_vector
 

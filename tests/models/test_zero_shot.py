@@ -8,12 +8,11 @@ import pytest
 import torch
 from conftest import write_open_clip
 
-from atlas_cli.models.clip import Clip, open_model
+from atlas_cli.models.clip import Clip, import_open_clip, open_model
 from atlas_cli.models.zero_shot import compute_head, zero_shot_head
 from atlas_cli.sources.cache import cache_folder
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
-from atlas_cli.torchvision_repair import import_open_clip
 
 CLASSES = [f"thing {number}" for number in range(23)] + ["cat", "{odd}"]
 TEMPLATES = ["a photo of a {}.", "{} seen from above"]

@@ -119,11 +119,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from makers import write_moved_tiny
     from safetensors.torch import load_file, save_file
 
-    from atlas_cli.sources.builtin import model_folder
+    from atlas_cli.sources.references import builtin_model
 
     folder = tmp_path_factory.mktemp("tuned")
     for seed, name in enumerate(("cars", "signs"), start=1):
-        shutil.copytree(model_folder("tiny"), folder / name)
+        shutil.copytree(builtin_model("tiny"), folder / name)
         random = torch.Generator().manual_seed(seed)
         path = folder / name / "open_clip_model.safetensors"
         moved = {

@@ -13,9 +13,15 @@ import torch
 from conftest import Result, write_open_clip
 from safetensors.torch import load_file, save_file
 
-from atlas_cli import sources
 from atlas_cli.sources import cache
-from atlas_cli.sources.cache import Known, cache_folder, recall, remember, sight
+from atlas_cli.sources import locate as sources
+from atlas_cli.sources.cache import (
+    CachedDigest,
+    cache_folder,
+    load_digests,
+    save_digests,
+    stat_files,
+)
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.bases import open_base
@@ -23,7 +29,7 @@ from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Options, extract_to
 
 WEIGHTS = "open_clip_model.safetensors"
-ONE, TWO = Known("1" * 64), Known("2" * 64, 0.125)
+ONE, TWO = CachedDigest("1" * 64), CachedDigest("2" * 64, 0.125)
 
 
 def aged(path: Path, seconds: float = 100) -> Path:
@@ -58,16 +64,16 @@ def entries() -> list[Path]:
 
 def test_what_is_remembered_of_a_file_is_known_the_next_time(weights: Path):
     known = {"a": ONE, "b": TWO}
-    remember("blocks", sight([weights]), known)
-    assert recall("blocks", sight([weights]), ["a", "b"]) == known
-    assert recall("blocks", sight([weights]), ["a", "c"]) == {}
-    assert recall("files", sight([weights]), ["a", "b"]) == {}
+    save_digests("blocks", stat_files([weights]), known)
+    assert load_digests("blocks", stat_files([weights]), ["a", "b"]) == known
+    assert load_digests("blocks", stat_files([weights]), ["a", "c"]) == {}
+    assert load_digests("files", stat_files([weights]), ["a", "b"]) == {}
 
 
 def test_a_link_to_a_file_is_that_file(weights: Path, tmp_path: Path):
     (tmp_path / "link").symlink_to(weights)
-    remember("files", sight([weights]), {"a": ONE})
-    assert recall("files", sight([tmp_path / "link"]), ["a"]) == {"a": ONE}
+    save_digests("files", stat_files([weights]), {"a": ONE})
+    assert load_digests("files", stat_files([tmp_path / "link"]), ["a"]) == {"a": ONE}
 
 
 def overwritten(path: Path) -> None:
@@ -83,18 +89,18 @@ def replaced(path: Path) -> None:
 @pytest.mark.parametrize("change", [overwritten, replaced])
 def test_a_file_of_the_same_size_and_time_is_still_another(weights: Path, change: Callable):
     before = weights.stat()
-    remember("files", sight([weights]), {"a": ONE})
+    save_digests("files", stat_files([weights]), {"a": ONE})
     change(weights)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert weights.stat().st_mtime_ns == before.st_mtime_ns
     assert weights.stat().st_size == before.st_size
-    assert recall("files", sight([weights]), ["a"]) == {}
+    assert load_digests("files", stat_files([weights]), ["a"]) == {}
 
 
 def test_a_file_that_changed_while_it_was_hashed_is_not_remembered(weights: Path):
-    seen = sight([weights])
+    seen = stat_files([weights])
     overwritten(weights)
-    remember("files", seen, {"a": ONE})
+    save_digests("files", seen, {"a": ONE})
     assert entries() == []
 
 
@@ -105,14 +111,14 @@ def test_a_file_that_may_change_again_within_one_tick_is_not_remembered(
     path = tmp_path / "weights.bin"
     path.write_bytes(b"0")
     later(age)
-    remember("files", sight([aged(path)]), {"a": ONE})  # its inode changed just now, all the same
+    save_digests("files", stat_files([aged(path)]), {"a": ONE})  # its inode changed just now
     assert len(entries()) == kept
 
 
 def test_a_file_that_is_not_there_is_not_remembered(tmp_path: Path):
-    seen = sight([tmp_path / "nothing"])
-    remember("files", seen, {"a": ONE})
-    assert (entries(), recall("files", seen, ["a"])) == ([], {})
+    seen = stat_files([tmp_path / "nothing"])
+    save_digests("files", seen, {"a": ONE})
+    assert (entries(), load_digests("files", seen, ["a"])) == ([], {})
 
 
 DAMAGE = {
@@ -137,28 +143,28 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_entry_is_not_used_and_is_replaced(weights: Path, name: str):
-    remember("files", sight([weights]), {"a": ONE})
+    save_digests("files", stat_files([weights]), {"a": ONE})
     [entry] = entries()
     text = DAMAGE[name](json.loads(entry.read_text()))
     entry.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert recall("files", sight([weights]), ["a"]) == {}
-    remember("files", sight([weights]), {"a": ONE})
-    assert recall("files", sight([weights]), ["a"]) == {"a": ONE}
+    assert load_digests("files", stat_files([weights]), ["a"]) == {}
+    save_digests("files", stat_files([weights]), {"a": ONE})
+    assert load_digests("files", stat_files([weights]), ["a"]) == {"a": ONE}
 
 
 def test_a_digest_is_recalled_only_as_one_of_its_own_length(weights: Path):
-    block = {"a": Known("1" * 32, 0.5)}
-    remember("blocks", sight([weights]), block)
-    assert recall("blocks", sight([weights]), ["a"], cache.XXH3) == block
-    assert recall("blocks", sight([weights]), ["a"]) == {}
+    block = {"a": CachedDigest("1" * 32, 0.5)}
+    save_digests("blocks", stat_files([weights]), block)
+    assert load_digests("blocks", stat_files([weights]), ["a"], cache.XXH3) == block
+    assert load_digests("blocks", stat_files([weights]), ["a"]) == {}
 
 
 def test_many_at_once_leave_one_whole_entry(weights: Path):
-    seen = sight([weights])
+    seen = stat_files([weights])
 
-    def use(number: int) -> dict[str, Known]:
-        remember("files", seen, {"a": ONE})
-        return recall("files", seen, ["a"])
+    def use(number: int) -> dict[str, CachedDigest]:
+        save_digests("files", seen, {"a": ONE})
+        return load_digests("files", seen, ["a"])
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(use, range(200))) == [{"a": ONE}] * 200
@@ -167,8 +173,8 @@ def test_many_at_once_leave_one_whole_entry(weights: Path):
 
 def test_a_cache_that_is_no_folder_is_harmless(weights: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ATLAS_CACHE", str(weights))
-    remember("files", sight([weights]), {"a": ONE})
-    assert recall("files", sight([weights]), ["a"]) == {}
+    save_digests("files", stat_files([weights]), {"a": ONE})
+    assert load_digests("files", stat_files([weights]), ["a"]) == {}
 
 
 def test_a_read_only_cache_costs_nothing_but_time(as_ordinary_user, tmp_path: Path):
@@ -255,7 +261,7 @@ def test_the_bytes_are_the_same_with_and_without_a_cache(
     remembered = extract(models, "one")
     monkeypatch.setenv("ATLAS_CACHE", str(models / "elsewhere"))
     assert extract(models, "one") == remembered
-    monkeypatch.setattr(cache, "recall", lambda *asked: {})
+    monkeypatch.setattr(cache, "load_digests", lambda *asked: {})
     assert extract(models, "one") == remembered
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.sources.locate import choose_weights, locate, sha256_of
-from atlas_cli.sources.references import Reference, open_clip_tags, parse_reference
+from atlas_cli.sources.references import (
+    Reference,
+    open_clip_repository,
+    open_clip_tags,
+    parse_reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +63,16 @@ def test_what_cannot_be_a_model_is_refused_with_a_way_out(text: str, message: st
 
 
 def test_architectures_and_tags_are_those_of_open_clip_itself():
-    from atlas_cli.torchvision_repair import import_open_clip
+    from atlas_cli.models.clip import import_open_clip
 
     open_clip = import_open_clip()
     ours = {(name, tag) for name, tags in open_clip_tags().items() for tag in tags}
     theirs = set(open_clip.list_pretrained())
     assert theirs <= ours
     assert set(open_clip_tags()) == set(open_clip.list_models())
+    for name, tag in ours:
+        listed = open_clip.get_pretrained_cfg(name, tag).get("hf_hub", "").strip("/")
+        assert (open_clip_repository(name, tag) or "") == listed, (name, tag)
 
 
 def test_safetensors_are_preferred_and_ambiguity_is_an_error():

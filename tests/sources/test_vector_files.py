@@ -8,9 +8,13 @@ import pytest
 
 from atlas_cli.errors import UsageError
 from atlas_cli.models.clip import read_tensors
-from atlas_cli.sources import builtin
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import expand_vectors, parse_reference, vector_file
+from atlas_cli.sources.references import (
+    BUILTIN_VECTORS,
+    expand_vectors,
+    parse_reference,
+    vector_file,
+)
 from atlas_cli.vectors.format import base_fingerprint, open_checked
 
 
@@ -20,7 +24,7 @@ def fingerprint() -> str:
     return base_fingerprint(read_tensors(source), "visual")
 
 
-@pytest.mark.parametrize("name", builtin.VECTORS)
+@pytest.mark.parametrize("name", BUILTIN_VECTORS)
 def test_a_builtin_vector_belongs_to_the_builtin_model_and_is_small(
     name: str, fingerprint: str
 ) -> None:
@@ -33,8 +37,8 @@ def test_a_builtin_vector_belongs_to_the_builtin_model_and_is_small(
 
 
 def test_builtin_all_is_every_vector_but_the_controls() -> None:
-    assert expand_vectors(["builtin:all"]) == [f"builtin:{name}" for name in builtin.VECTORS]
-    assert "everything" not in builtin.VECTORS
+    assert expand_vectors(["builtin:all"]) == [f"builtin:{name}" for name in BUILTIN_VECTORS]
+    assert "everything" not in BUILTIN_VECTORS
 
 
 def test_an_unknown_builtin_vector_is_told_with_the_nearest() -> None:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from atlas_cli.core.storage import Dense
 from atlas_cli.io.tensors import LazyTensor
-from atlas_cli.sources.builtin import model_folder
+from atlas_cli.sources.references import builtin_model
 from atlas_cli.vectors.differences import minus
 
 FLOATS = st.floats(-(2.0**125), 2.0**125, width=32)  # whose differences have neighbours
@@ -123,7 +123,7 @@ def test_of_a_model_after_many_steps_nearly_all_is_bit_for_bit(
     """Steps that move each block of the built-in model by 1 % or 3 % of its norm altogether."""
     random = torch.Generator().manual_seed(0)
     total = equal = within = 0
-    for name, tensor in load_file(model_folder("tiny") / "open_clip_model.safetensors").items():
+    for name, tensor in load_file(builtin_model("tiny") / "open_clip_model.safetensors").items():
         if not name.startswith("visual."):
             continue
         base = tensor.float()
