@@ -8,6 +8,8 @@ __version__ = "0.1.0"
 
 # What `atlas_cli.NAME` is, imported on first use so that `import atlas_cli` stays quick.
 _EXPORTS = {
+    "Parameter": "atlas_cli.merge_methods.method",
+    "merge_method": "atlas_cli.merge_methods.method",
     "dataset_kind": "atlas_cli.registry",
     "objective": "atlas_cli.registry",
 }

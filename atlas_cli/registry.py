@@ -24,6 +24,8 @@ from atlas_cli.errors import AtlasError, UsageError, nearest
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from atlas_cli.merge_methods.method import MergeMethod
+
 GROUP = "atlas.plugins"
 Entry = TypeVar("Entry")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -157,6 +159,16 @@ class Registered:
     facts: Mapping[str, Any]
 
 
+MERGE_METHODS: Registry[MergeMethod] = Registry(
+    "merge method",
+    "atlas_cli.merge_methods.means",
+    "atlas_cli.merge_methods.arithmetic",
+    "atlas_cli.merge_methods.model_stock",
+    "atlas_cli.merge_methods.sce",
+    "atlas_cli.merge_methods.scaling",
+    "atlas_cli.merge_methods.spectral",
+    "atlas_cli.merge_methods.learned",
+)
 OBJECTIVES: Registry[Registered] = Registry("objective")
 DATASET_KINDS: Registry[Registered] = Registry("kind of dataset")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Values, tile_of
-from atlas_cli.merge_methods.registry import METHODS
+from atlas_cli.merge_methods.method import MergeMethod, Parameter, Values
+from atlas_cli.merge_methods.tiling import Tile, tile_of
+from atlas_cli.registry import MERGE_METHODS
 
 
 def rows_of(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -28,16 +29,16 @@ def cut(
         yield tile_of(name, first * width, shape, part, parts)
 
 
-def resolve(method: Method, count: int, parameters: Mapping[str, Any], seed: int) -> Values:
+def resolve(method: MergeMethod, count: int, parameters: Mapping[str, Any], seed: int) -> Values:
     """Defaults and given values; those of models are lists, or one number for all."""
 
-    def chosen(parameter: Parameter, model: int) -> Any:
-        given = parameters.get(parameter.name, parameter.default)
-        return given[model] if isinstance(given, list) else given
+    def chosen(table: Mapping[str, Parameter], model: int) -> dict[str, Any]:
+        given = {key: parameters.get(key, one.default) for key, one in table.items()}
+        return {key: v[model] if isinstance(v, list) else v for key, v in given.items()}
 
-    assert set(parameters) <= {p.name for p in (*method.per_model, *method.per_merge)}
-    per_model = tuple({p.name: chosen(p, i) for p in method.per_model} for i in range(count))
-    return Values(per_model, {p.name: chosen(p, 0) for p in method.per_merge}, seed)
+    assert set(parameters) <= {*method.per_model, *method.per_merge}
+    per_model = tuple(chosen(method.per_model, i) for i in range(count))
+    return Values(per_model, chosen(method.per_merge, 0), seed)
 
 
 def merge(
@@ -50,7 +51,7 @@ def merge(
     seed: int = 0,
 ) -> torch.Tensor:
     """The merged tensor, `rows` rows at a time unless the method wants it whole."""
-    method = METHODS[name]
+    method = MERGE_METHODS[name]
     values = resolve(method, len(models), parameters or {}, seed)
     step = 1 << 30 if method.whole else rows
     found = method.statistics(lambda: cut(base, models, step), values)

@@ -13,24 +13,11 @@ from atlas_cli.learning.add import own_tables
 from atlas_cli.learning.batches import score
 from atlas_cli.learning.selection import folds_for, search_tables
 from atlas_cli.learning.setup import PreparedRun, Setting
-from atlas_cli.merge_methods.method import Values, tile_of
-from atlas_cli.merge_methods.registry import METHODS as FORMULAS
+from atlas_cli.merge_methods.method import Values
+from atlas_cli.merge_methods.tiling import tile_of
 from atlas_cli.recipes.learning import parse_individual
-from atlas_cli.recipes.merge_parameters import METHODS, depths_of, parse_merge
-
-# What a method is given where its own default is none, or mergekit's rather than its paper's.
-_USUAL: dict[str, dict[str, float]] = {
-    "linear": {"weight": 1.0},
-    "task_arithmetic": {"weight": 0.3},
-    "ties": {"weight": 1.0, "density": 0.2},
-    "dare_linear": {"weight": 0.3, "density": 0.1},
-    "dare_ties": {"weight": 0.3, "density": 0.1},
-    "della": {"weight": 1.0, "density": 0.2},
-    "della_linear": {"weight": 0.3, "density": 0.2},
-    "breadcrumbs": {"weight": 0.3, "density": 0.85},
-    "breadcrumbs_ties": {"weight": 0.3, "density": 0.85},
-    "lines": {"weight": 1.0, "alpha": 0.1, "beta": 0.5},
-}
+from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
+from atlas_cli.registry import MERGE_METHODS
 
 
 def contest(
@@ -99,24 +86,23 @@ def _accuracy(setting: Setting, task: int) -> float:
 
 def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, torch.Tensor]:
     """The tensors that a merge method makes of the base and of base + each vector."""
-    formula, row = FORMULAS[method], METHODS[method]
-    usual = {**_USUAL.get(method, {}), **given}
+    formula = MERGE_METHODS[method]
     found = {}
     depths = depths_of(list(setting.tower.composition.base))
     for name, base in setting.tower.composition.base.items():
         base = base.float().cpu()
         models = tuple(base + _delta(member.vector, name, base) for member in setting.pool.members)
         seed = hashlib.sha256(f"{setting.inputs.recipe.seed}:{name}".encode()).digest()[:7]
-        own = {key: usual.get(key, knob.default) for key, knob in row.per_model.items()}
+        own = {key: given.get(key, one.compared) for key, one in formula.per_model.items()}
         values = Values(
             tuple(own for _ in models),
-            {key: usual.get(key, knob.default) for key, knob in row.per_merge.items()},
+            {key: given.get(key, one.compared) for key, one in formula.per_merge.items()},
             int.from_bytes(seed, "big"),
             depths[name],
         )
         tile = tile_of(name, 0, tuple(base.shape), base, models)
-        survey = formula.statistics(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
-        found[name] = formula.apply(tile, values, survey).reshape(base.shape)
+        known = formula.statistics(lambda tile=tile: iter([tile]), values)  # type: ignore[misc]
+        found[name] = formula.apply(tile, values, known).reshape(base.shape)
     return found
 
 

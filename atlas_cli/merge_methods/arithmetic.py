@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.merge_methods.election import Rules, elected_signs, merge_elected, weigh_
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method, one_of
 from atlas_cli.merge_methods.sparsify import (
     AT_RANDOM,
     BY_RANK,
@@ -21,16 +19,23 @@ from atlas_cli.merge_methods.sparsify import (
     scales_by_norm,
     sparsify_,
 )
-from atlas_cli.merge_methods.tiling import add_up, all_pieces, by_pieces, sum_of, weights_of
-from atlas_cli.native import kernels
+from atlas_cli.merge_methods.tiling import Tile, Tiles, add_up, all_pieces, sum_of, weights_of
 from atlas_cli.native.operands import Sum
+from atlas_cli.registry import late
+
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.native import kernels
+else:
+    torch, kernels = late("torch"), late("atlas_cli.native.kernels")
 
 _TINY = 1e-8  # a sum of weights that nothing is divided by
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the survey of a tensor keeps: one entry per model, and the sign of a zero sum."""
+class Kept:
+    """Statistics of a tensor: which elements of each model are kept, and the sign of a zero sum."""
 
     kept: Sequence[Any]
     scales: Sequence[float]
@@ -39,12 +44,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Family:
-    """theta_0 + lambda * sum_t w_t S(theta_t - theta_0): how S sparsifies, and who is heard."""
+    """theta_0 + lambda * sum_t w_t S(theta_t - theta_0).
+
+    S is the sparsifier; with `elects`, only models whose sign is the elected one are added up.
+    """
 
     sparsifier: Sparsifier
     elects: bool
 
-    def statistics(self, tiles: Tiles, values: Values) -> Found:
+    def statistics(self, tiles: Tiles, values: Values) -> Kept:
         """The cuts or chances of every model, what it is rescaled by, the majority of signs."""
         kept = self.sparsifier.statistics(tiles, values)
         scales = [1.0] * len(values.models)
@@ -52,12 +60,12 @@ class Family:
             scales = scales_by_density(values, kept)
         elif values.merge["rescale"]:
             scales = scales_by_norm(tiles, self.sparsifier, kept)
-        found = Found(kept, scales)
+        found = Kept(kept, scales)
         if self.elects and values.merge.get("zero_sign") == "majority":
-            return Found(kept, scales, self._majority(tiles, values, found))
+            return Kept(kept, scales, self._majority(tiles, values, found))
         return found
 
-    def apply(self, tile: Tile, values: Values, found: Found) -> torch.Tensor:
+    def apply(self, tile: Tile, values: Values, found: Kept) -> torch.Tensor:
         """theta_0 + lambda * (sum_t w_t d_t) / (sum_t w_t), in the dtype of the tensors.
 
         Sums over models are kept in float32. Only where `normalize` is set is there a divisor.
@@ -72,14 +80,14 @@ class Family:
         merged = add_up(weigh_(deltas, weights))
         return _add_to(tile.base, merged, _divisor(weights, tile.base.dtype, values), values)
 
-    def _deltas(self, tile: Tile, found: Found) -> Iterator[torch.Tensor]:
+    def _deltas(self, tile: Tile, found: Kept) -> Iterator[torch.Tensor]:
         """S(theta_t - theta_0) of every model, one after another."""
         for model, (kept, scale) in enumerate(zip(found.kept, found.scales, strict=True)):
             delta = delta_of(tile, model)
             sparsify_(self.sparsifier, delta, tile, kept)
             yield delta if scale == 1 else delta.mul_(scale)
 
-    def _majority(self, tiles: Tiles, values: Values, found: Found) -> int:
+    def _majority(self, tiles: Tiles, values: Values, found: Kept) -> int:
         """The sign that most sums over models have; negative if there are as many of both."""
         balance = 0
         for piece in all_pieces(tiles):
@@ -126,7 +134,7 @@ def _divisor(weights: tuple[float, ...], dtype: torch.dtype, values: Values) -> 
     return 1.0 if abs(divisor) < _TINY else divisor
 
 
-def _rules(values: Values, found: Found) -> Rules:
+def _rules(values: Values, found: Kept) -> Rules:
     merge = values.merge
     return Rules(
         merge.get("elect", "sum"),
@@ -136,52 +144,104 @@ def _rules(values: Values, found: Found) -> Rules:
     )
 
 
-_ELECTION = (
-    Parameter("elect", "sum", choices=("sum", "count")),
-    Parameter("zero_sign", "positive", choices=("positive", "majority")),
-    Parameter("weigh", "before", choices=("before", "after")),
-    Parameter("divisor", "weight", choices=("weight", "count")),
+# The methods ----------------------------------------------------------------------------------
+
+_SCOPE = {"scope": one_of("tensor", "model")}
+_ROUNDING = {"rounding": one_of("floor", "ceil", "above")}
+_RESCALE_BY = {"rescale_by": one_of("norm", "density")}
+_GAMMA = {"gamma": Parameter(0.01, 0.0, 1.0)}
+_EPSILON = {"epsilon": Parameter(0.15, 0.0, 1.0)}
+_ELECTION = {
+    "elect": one_of("sum", "count"),
+    "zero_sign": one_of("positive", "majority"),
+    "weigh": one_of("before", "after"),
+    "divisor": one_of("weight", "count"),
+}
+Parameters = Mapping[str, Parameter]
+
+
+def _of_model(weight: float, density: float | None, *more: Parameters) -> Parameters:
+    """Parameters of a model. The numbers are the usual ones; the defaults are mergekit's."""
+    both = {"weight": Parameter(usual=weight), "density": Parameter(1.0, 0.0, 1.0, usual=density)}
+    return {key: one for table in (both, *more) for key, one in table.items()}
+
+
+def _of_merge(*more: Parameters, normalize: bool = False, rescale: bool = False) -> Parameters:
+    """Parameters of the merge, those of the family first."""
+    shared = {
+        "normalize": Parameter(normalize),
+        "rescale": Parameter(rescale),
+        "lambda": Parameter(1.0),
+        "int8_mask": Parameter(False),  # how mergekit stores its masks; changes no number
+    }
+    return {key: one for table in (shared, *more) for key, one in table.items()}
+
+
+def _register(
+    name: str, family: Family, per_model: Parameters, per_merge: Parameters, formula: str
+) -> None:
+    merge_method(
+        name,
+        per_model=per_model,
+        per_merge=per_merge,
+        statistics=family.statistics,
+        formula=formula,
+    )(family.apply)
+
+
+merge_method(
+    "task_arithmetic",
+    per_model=_of_model(0.3, None),
+    per_merge=_of_merge(),
+    total=arithmetic_sum,
+    spreads=True,
+)(task_arithmetic)
+_register(
+    "ties",
+    Family(LARGEST, elects=True),
+    _of_model(1.0, 0.2),
+    _of_merge(_SCOPE, _ROUNDING, _ELECTION, normalize=True),
+    "the largest of each task vector, where they have the elected sign, averaged",
 )
-_SCOPE = Parameter("scope", "tensor", choices=("tensor", "model"))
-_ROUNDING = Parameter("rounding", "floor", choices=("floor", "ceil", "above"))
-_RESCALE_BY = Parameter("rescale_by", "norm", choices=("norm", "density"))
-_GAMMA = Parameter("gamma", 0.01, 0.0, 1.0)
-_EPSILON = Parameter("epsilon", 0.15, 0.0, 1.0)
-
-
-def _method(
-    name: str,
-    family: Family | None,
-    normalize: bool = False,
-    rescale: bool = False,
-    own: Sequence[Parameter] = (),
-    more: Sequence[Parameter] = (),
-) -> Method:
-    """A method of a family, or task arithmetic, with the defaults that mergekit gives it."""
-    per_merge = [
-        Parameter("normalize", normalize),
-        Parameter("rescale", rescale),
-        Parameter("lambda", 1.0),
-        Parameter("int8_mask", False),  # how mergekit stores its masks; changes no number
-        *more,
-        *(_ELECTION if family and family.elects else ()),
-    ]
-    per_model = (Parameter("weight", None), Parameter("density", 1.0, 0.0, 1.0), *own)
-    method = Method(
-        name, by_pieces(task_arithmetic), per_model=per_model, per_merge=per_merge, needs_base=True
-    )
-    if family is None:
-        return replace(method, total=arithmetic_sum, spreads=True)
-    return replace(method, apply=by_pieces(family.apply), statistics=family.statistics)
-
-
-METHODS = (
-    _method("task_arithmetic", None),
-    _method("ties", Family(LARGEST, True), normalize=True, more=(_SCOPE, _ROUNDING)),
-    _method("dare_linear", Family(AT_RANDOM, False), rescale=True, more=(_RESCALE_BY,)),
-    _method("dare_ties", Family(AT_RANDOM, True), rescale=True, more=(_RESCALE_BY,)),
-    _method("della", Family(BY_RANK, True), True, True, (_EPSILON,), (_RESCALE_BY,)),
-    _method("della_linear", Family(BY_RANK, False), False, True, (_EPSILON,), (_RESCALE_BY,)),
-    _method("breadcrumbs", Family(MIDDLE, False), own=(_GAMMA,), more=(_SCOPE,)),
-    _method("breadcrumbs_ties", Family(MIDDLE, True), own=(_GAMMA,), more=(_SCOPE,)),
+_register(
+    "dare_linear",
+    Family(AT_RANDOM, elects=False),
+    _of_model(0.3, 0.1),
+    _of_merge(_RESCALE_BY, rescale=True),
+    "elements of each task vector kept at random and rescaled, added up",
+)
+_register(
+    "dare_ties",
+    Family(AT_RANDOM, elects=True),
+    _of_model(0.3, 0.1),
+    _of_merge(_RESCALE_BY, _ELECTION, rescale=True),
+    "as `dare_linear`, only where they have the elected sign",
+)
+_register(
+    "della",
+    Family(BY_RANK, elects=True),
+    _of_model(1.0, 0.2, _EPSILON),
+    _of_merge(_RESCALE_BY, _ELECTION, normalize=True, rescale=True),
+    "as `della_linear`, averaged where they have the elected sign",
+)
+_register(
+    "della_linear",
+    Family(BY_RANK, elects=False),
+    _of_model(0.3, 0.2, _EPSILON),
+    _of_merge(_RESCALE_BY, rescale=True),
+    "elements of each task vector kept at random, large ones more often, rescaled, added up",
+)
+_register(
+    "breadcrumbs",
+    Family(MIDDLE, elects=False),
+    _of_model(0.3, 0.85, _GAMMA),
+    _of_merge(_SCOPE),
+    "each task vector without its largest and its smallest elements, added up",
+)
+_register(
+    "breadcrumbs_ties",
+    Family(MIDDLE, elects=True),
+    _of_model(0.3, 0.85, _GAMMA),
+    _of_merge(_SCOPE, _ELECTION),
+    "as `breadcrumbs`, only where they have the elected sign",
 )

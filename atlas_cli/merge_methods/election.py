@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from atlas_cli.merge_methods.order_statistics import bits_of, negative_, nonzero, where_
 from atlas_cli.merge_methods.tiling import add_up
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

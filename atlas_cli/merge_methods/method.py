@@ -1,63 +1,53 @@
-"""What a merge method is: parameters with defaults, statistics of whole tensors, and a formula."""
+"""What a merge method is, and how it gets its name: parameters, statistics, a formula.
+
+A family module calls `merge_method` for each of its methods, and so may a plugin. The parameters
+are known without torch, which a family module mentions by way of `late` only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
+from atlas_cli.merge_methods.tiling import by_pieces
+from atlas_cli.registry import MERGE_METHODS
 
-from atlas_cli.native.operands import Operands, Sum, in_memory
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.merge_methods.tiling import Tile, Tiles
+    from atlas_cli.native.operands import Sum
+
+    Formula = Callable[[Tile, "Values", Any], torch.Tensor]
+
+F = TypeVar("F", bound="Formula")
+Base = Literal["no", "may", "must"]
 
 
 @dataclass(frozen=True)
-class Tile:
-    """The same elements of one tensor in the base and in every model.
+class Parameter:
+    """A number, a switch or a word that a recipe may set.
 
-    `start` is the flat position of the first element; `shape` is the whole tensor's. Tiles of
-    tensors with two or more dimensions hold whole rows (the first dimension), as many as fit; the
-    values have the shape (rows, *shape[1:]). A vector is cut anywhere. `inputs` has the base, if
-    there is one, before the models; what is in files is read when it is asked for.
+    A parameter whose `default` is None must be given. `usual` is what `--compare` takes instead
+    of the default, where that is None, or mergekit's rather than the one of the paper.
     """
 
-    name: str
-    start: int
-    shape: tuple[int, ...]
-    inputs: Operands
-    has_base: bool
+    default: float | bool | str | None = None
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()  # of a parameter that is a word; the first is the default
+    usual: float | None = None
 
     @property
-    def base(self) -> torch.Tensor | None:
-        """The base, in memory."""
-        return self.inputs.tensors[0] if self.has_base else None
-
-    @property
-    def models(self) -> tuple[torch.Tensor, ...]:
-        """The models, in memory."""
-        return self.inputs.tensors[self.has_base :]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all values."""
-        return self.inputs.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where all values are."""
-        return self.inputs.device
+    def compared(self) -> float | bool | str | None:
+        """The value that `--compare` takes if none is given."""
+        return self.default if self.usual is None else self.usual
 
 
-def tile_of(
-    name: str,
-    start: int,
-    shape: tuple[int, ...],
-    base: torch.Tensor | None,
-    models: Sequence[torch.Tensor],
-) -> Tile:
-    """A tile of tensors that are in memory."""
-    tensors = tuple(models) if base is None else (base, *models)
-    return Tile(name, start, shape, in_memory(tensors), base is not None)
+def one_of(*choices: str) -> Parameter:
+    """A parameter that is one of several words; the first is the default."""
+    return Parameter(choices[0], choices=choices)
 
 
 @dataclass(frozen=True)
@@ -71,36 +61,58 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A number or a switch that a recipe may set. `default` None means it must be given."""
+class MergeMethod:
+    """A way to merge models.
 
-    name: str
-    default: float | bool | str | None
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()  # of a parameter that is a word
-
-
-Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more; tiles may be all of it
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to merge. `survey` looks at the whole tensor, as often as it must, and may keep a few
-    numbers; `apply` gives the merged values of one tile. `whole` methods get one tile per tensor.
-    `total` says by which sum over its inputs `apply` does that, if it is one.
-    `spreads`: an element that is not finite in an input is not finite in the result either.
+    `apply` gives the merged values of one tile. `statistics` looks at the whole tensor before, as
+    often as it must, and gives a few numbers that `apply` takes as its last argument.
     """
 
     name: str
-    apply: Callable[[Tile, Values, Any], torch.Tensor]
-    statistics: Callable[[Tiles, Values], Any] = lambda tiles, values: None
-    per_model: Sequence[Parameter] = ()
-    per_merge: Sequence[Parameter] = ()
-    needs_base: bool = False
-    total: Callable[[Values, Any, torch.dtype], Sum | None] = lambda values, found, dtype: None
-    models: tuple[int, int | None] = (1, None)  # how many, not counting the base
-    whole: bool = False
-    spreads: bool = False
-    ignores_base: bool = False  # a base is one of the models, as linear has it
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    formula: str  # in words, for the table of methods
+    apply: Formula
+    base: Base  # whether there must be one, may be one, or it is a model like the others
+    models: tuple[int, int | None]  # at least and at most; the base counts only if `base` is "no"
+    per_model: Mapping[str, Parameter]
+    per_merge: Mapping[str, Parameter]
+    statistics: Callable[[Tiles, Values], Any]
+    total: Callable[[Values, Any, torch.dtype], Sum | None]
+    whole: bool
+    spreads: bool
+
+
+def merge_method(
+    name: str,
+    *,
+    base: Base = "must",
+    models: tuple[int, int | None] = (1, None),
+    per_model: Mapping[str, Parameter] | None = None,
+    per_merge: Mapping[str, Parameter] | None = None,
+    statistics: Callable[[Tiles, Values], Any] = lambda tiles, values: None,
+    total: Callable[[Values, Any, torch.dtype], Sum | None] = lambda values, found, dtype: None,
+    whole: bool = False,
+    pieces: bool = True,
+    spreads: bool = False,
+    formula: str = "",
+) -> Callable[[F], F]:
+    """Register a formula as a merge method: merged = apply(tile, values, statistics).
+
+    `base` and `models` say what there must be to merge. The formula is applied to pieces of a
+    tile, so that its temporaries stay small, and its result is rounded to the dtype of the
+    tensors; `pieces=False` gives it the tile as it is, `whole` the whole tensor. `total` says by
+    which sum over the inputs `apply` works, if it is one. `spreads`: an input element that is not
+    finite makes an element of the result that is not finite, so that checking the result is
+    enough. `formula` describes the method, as the first line of the docstring does otherwise.
+    """
+
+    def register(function: F) -> F:
+        said = formula or (function.__doc__ or "").strip().partition("\n")[0]
+        apply = by_pieces(function) if pieces and not whole else function
+        method = MergeMethod(
+            *(name, said, apply, base, models, per_model or {}, per_merge or {}),
+            *(statistics, total, whole, spreads),
+        )
+        MERGE_METHODS.add(name, method, function)
+        return function
+
+    return register

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import TYPE_CHECKING
 
-import torch
-
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Tiles, Values
-from atlas_cli.merge_methods.tiling import by_pieces, inner_products, weighted_sum, wide
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method
+from atlas_cli.merge_methods.tiling import Tile, Tiles, inner_products, weighted_sum, wide
 from atlas_cli.native.operands import Sum
+from atlas_cli.registry import late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = late("torch")
 
 _TINY = 1e-6  # a divisor that is too small
 
 
-def survey_stock(tiles: Tiles, values: Values) -> float | None:
+def stock_ratio(tiles: Tiles, values: Values) -> float | None:
     """The ratio t for the whole tensor; None if every row has its own."""
     first = next(tiles())
     if values.merge["filter_wise"] and len(first.shape) > 1:
@@ -59,6 +64,14 @@ def stock_sum(values: Values, found: float | None, dtype: torch.dtype) -> Sum | 
     return None if found is None else Sum([1 - found, *[found / count] * count])
 
 
+@merge_method(
+    "model_stock",
+    models=(2, None),
+    per_merge={"filter_wise": Parameter(False)},
+    statistics=stock_ratio,
+    total=stock_sum,
+    spreads=True,
+)
 def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor:
     """t * mean_t theta_t + (1 - t) theta_0, t = N c / (1 + (N - 1) c), in float32.
 
@@ -70,17 +83,3 @@ def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor
     deltas = _deltas(tile)
     average = torch.stack(deltas).mean(0)
     return average.mul_(_row_ratios(deltas)).add_(tile.base)
-
-
-METHODS = (
-    Method(
-        "model_stock",
-        by_pieces(model_stock),
-        survey_stock,
-        total=stock_sum,
-        per_merge=(Parameter("filter_wise", False),),
-        needs_base=True,
-        models=(2, None),
-        spreads=True,
-    ),
-)

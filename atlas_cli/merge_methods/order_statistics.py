@@ -10,15 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+from atlas_cli.registry import late
 
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+if TYPE_CHECKING:
+    import torch
+
+    # One pass: the position of each piece, and a function that gives the piece of a series.
+    Passes = Callable[[], Iterator[tuple[int, Callable[[int], torch.Tensor]]]]
+else:
+    torch = late("torch")
+
+
+@cache
+def _integer(size: int) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     """A view of floating point numbers as integers of the same size."""
-    return values.view(_INTEGER[values.element_size()])
+    return values.view(_integer(values.element_size()))
 
 
 def largest(bits: torch.Tensor) -> int:
@@ -59,8 +72,6 @@ def where_(mask: torch.Tensor, value: float, dtype: torch.dtype) -> torch.Tensor
 
 
 _DIGIT = 16
-# One pass: the position of each piece, and a function that gives the piece of a series.
-Passes = Callable[[], Iterator[tuple[int, Callable[[int], torch.Tensor]]]]
 
 
 @dataclass(frozen=True)

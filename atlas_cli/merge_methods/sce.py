@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.merge_methods.election import Rules, merge_elected
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method
 from atlas_cli.merge_methods.order_statistics import bits_of, find_cuts
 from atlas_cli.merge_methods.sparsify import EVERYTHING, NOTHING, Band, band_mask, delta_of
-from atlas_cli.merge_methods.tiling import all_pieces, by_pieces, exact, rounded, sum_over
+from atlas_cli.merge_methods.tiling import Tile, Tiles, all_pieces, exact, rounded, sum_over
+from atlas_cli.registry import late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = late("torch")
 
 _TINY = 1e-6
 
@@ -49,7 +53,7 @@ def _deltas(tile: Tile, selected: Any) -> list[torch.Tensor]:
     return deltas
 
 
-def survey_sce(tiles: Tiles, values: Values) -> Shares:
+def find_shares(tiles: Tiles, values: Values) -> Shares:
     """The cut among variances, then the mean square of what is left of every model."""
     selected = _select(tiles, values.merge["select_topk"])
     tile = next(tiles())
@@ -80,6 +84,11 @@ def _select(tiles: Tiles, share: float) -> Any:
     return Band(cut, None)
 
 
+@merge_method(
+    "sce",
+    per_merge={"select_topk": Parameter(1.0, 0.0, 1.0), "int8_mask": Parameter(False)},
+    statistics=find_shares,
+)
 def sce(tile: Tile, values: Values, shares: Shares) -> torch.Tensor:
     """theta_0 + sum_t s_t d_t / sum_t s_t over the models with the elected sign.
 
@@ -90,14 +99,3 @@ def sce(tile: Tile, values: Values, shares: Shares) -> torch.Tensor:
     deltas = _deltas(tile, shares.selected)
     rules = Rules(weigh="after", least=_TINY)
     return tile.base + merge_elected(deltas, shares.weights, rules, normalize=True)
-
-
-METHODS = (
-    Method(
-        "sce",
-        by_pieces(sce),
-        survey_sce,
-        per_merge=(Parameter("select_topk", 1.0, 0.0, 1.0), Parameter("int8_mask", False)),
-        needs_base=True,
-    ),
-)

@@ -1,4 +1,4 @@
-"""Sparsifying by chance: every element alike, or large ones more often than small ones."""
+"""Which elements of a task vector are kept: the largest, the middle, or some at random."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import UsageError
-from atlas_cli.merge_methods.method import Tile, Tiles, Values
 from atlas_cli.merge_methods.order_statistics import (
     Cut,
     at_least,
@@ -24,16 +20,25 @@ from atlas_cli.merge_methods.order_statistics import (
     magnitudes,
     negative_,
 )
-from atlas_cli.merge_methods.tiling import all_pieces, rounded, sum_over
-from atlas_cli.native import kernels
+from atlas_cli.merge_methods.tiling import Tile, Tiles, all_pieces, rounded, sum_over
+from atlas_cli.registry import late
 
-NOTHING, EVERYTHING = object(), object()  # what a survey may find for a model
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from atlas_cli.merge_methods.method import Values
+    from atlas_cli.native import kernels
+else:
+    np, torch, kernels = late("numpy"), late("torch"), late("atlas_cli.native.kernels")
+
+NOTHING, EVERYTHING = object(), object()  # statistics of a model that loses all, or none
 _TINY = 1e-7  # a norm below this is not matched
 
 
 @dataclass(frozen=True)
 class Sparsifier:
-    """`survey` finds, for every model, what `keep_` needs to zero the other elements in place."""
+    """`statistics` finds, for every model, what `keep_` needs to zero other elements in place."""
 
     statistics: Callable[[Tiles, Values], list[Any]]
     keep_: Callable[[torch.Tensor, Tile, Any], None]
@@ -117,7 +122,7 @@ def _middle(size: int, own: Mapping[str, Any], values: Values) -> Ranks:
     return middle_ranks(size, own["density"], own["gamma"])
 
 
-def survey_bands(
+def find_bands(
     tiles: Tiles, values: Values, ranks_of: Callable[[int, Mapping[str, Any], Values], Ranks]
 ) -> list[Any]:
     """The band of every model, from the k-th largest magnitudes of the whole tensor."""
@@ -168,8 +173,8 @@ def keep_band_(delta: torch.Tensor, tile: Tile, band: Band) -> None:
     bits_of(delta).bitwise_and_(band_mask(delta, tile.start, band))
 
 
-LARGEST = Sparsifier(lambda tiles, values: survey_bands(tiles, values, _top), keep_band_)
-MIDDLE = Sparsifier(lambda tiles, values: survey_bands(tiles, values, _middle), keep_band_)
+LARGEST = Sparsifier(lambda tiles, values: find_bands(tiles, values, _top), keep_band_)
+MIDDLE = Sparsifier(lambda tiles, values: find_bands(tiles, values, _middle), keep_band_)
 
 
 LEVELS = 1 << 15  # a draw has 15 bits, and one more that is independent of them
@@ -220,7 +225,7 @@ class Chance:
     row: torch.Tensor | None = None  # the sorted magnitudes of a vector, which is one row
 
 
-def survey_chances(tiles: Tiles, values: Values) -> list[Any]:
+def equal_chances(tiles: Tiles, values: Values) -> list[Any]:
     """The same probability for every element: the density, rounded as the tensors are."""
     tile = next(tiles())
     work = tile.dtype if tile.dtype == torch.bfloat16 else torch.float32
@@ -245,7 +250,7 @@ def keep_by_chance_(delta: torch.Tensor, tile: Tile, chance: Chance) -> None:
     bits_of(delta).view(-1).bitwise_and_(mask.to(delta.device))
 
 
-def survey_ranks(tiles: Tiles, values: Values) -> list[Any]:
+def chances_by_rank(tiles: Tiles, values: Values) -> list[Any]:
     """Probabilities from density - epsilon to density + epsilon; both must lie in (0, 1)."""
     first = next(tiles())
     found: list[Any] = []
@@ -309,5 +314,5 @@ def keep_by_rank_(delta: torch.Tensor, tile: Tile, chance: Chance) -> None:
     bits_of(delta).view(sizes.shape).bitwise_and_(negative_(lack).bitwise_not_())
 
 
-AT_RANDOM = Sparsifier(survey_chances, keep_by_chance_, by_chance=True)
-BY_RANK = Sparsifier(survey_ranks, keep_by_rank_, by_chance=True)
+AT_RANDOM = Sparsifier(equal_chances, keep_by_chance_, by_chance=True)
+BY_RANK = Sparsifier(chances_by_rank, keep_by_rank_, by_chance=True)

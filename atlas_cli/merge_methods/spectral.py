@@ -4,14 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method
+from atlas_cli.merge_methods.tiling import Tile, wide
+from atlas_cli.registry import late
 
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Values
-from atlas_cli.merge_methods.tiling import wide
+if TYPE_CHECKING:
+    import torch
 
-Vectors = list[torch.Tensor]
+    Vectors = list[torch.Tensor]
+    Merge = Callable[[Vectors, Values], torch.Tensor]
+else:
+    torch = late("torch")
+
+
+def on_matrices(name: str, **more: Parameter) -> Callable[[Merge], Merge]:
+    """Register theta_0 + lambda * merge(w_t (theta_t - theta_0)) for matrices.
+
+    All other tensors are averaged. In float32, written in the dtype of the base.
+    """
+
+    def register(merge: Merge) -> Merge:
+        @wraps(merge)
+        def apply(tile: Tile, values: Values, statistics: Any) -> torch.Tensor:
+            assert tile.base is not None
+            base = tile.base.to(wide(tile.base.dtype))
+            vectors = [
+                (model.to(base.dtype) - base) * own["weight"]
+                for model, own in zip(tile.models, values.models, strict=True)
+            ]
+            merged = merge(vectors, values) if base.ndim == 2 else _sum(vectors) / len(vectors)
+            return merged.mul_(values.merge["lambda"]).add_(base).to(tile.base.dtype)
+
+        per_merge = {"lambda": Parameter(1.0), **more}
+        weight = {"weight": Parameter(1.0)}
+        merge_method(name, per_model=weight, per_merge=per_merge, whole=True)(apply)
+        return merge
+
+    return register
 
 
 def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,7 +56,8 @@ def nearest_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return left @ right
 
 
-def tsv_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+@on_matrices("tsv")
+def tsv(vectors: Vectors, values: Values) -> torch.Tensor:
     """Q(U) S Q(V): the first r / T singular triplets of each of T vectors, made orthogonal.
 
     U, S and V hold the triplets of all vectors side by side (task singular vectors, TSV-M).
@@ -38,13 +70,15 @@ def tsv_merge(vectors: Vectors, values: Values) -> torch.Tensor:
     return nearest_orthogonal(left) * sizes @ nearest_orthogonal(right)
 
 
-def iso_c_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+@on_matrices("iso_c")
+def iso_c(vectors: Vectors, values: Values) -> torch.Tensor:
     """mean(S) U V^T, where U S V^T = sum_t tau_t: every direction equally long (Iso-C)."""
     left, sizes, right = _svd(_sum(vectors))
     return left @ right * sizes.mean()
 
 
-def iso_cts_merge(vectors: Vectors, values: Values) -> torch.Tensor:
+@on_matrices("iso_cts", common_space_fraction=Parameter(0.8, 0.0, 1.0))
+def iso_cts(vectors: Vectors, values: Values) -> torch.Tensor:
     """mean(S) Q(U) Q(V): common directions of the sum, then those each vector has besides.
 
     Of r directions, about `common_space_fraction` are the first of the sum; the rest is shared
@@ -65,44 +99,3 @@ def iso_cts_merge(vectors: Vectors, values: Values) -> torch.Tensor:
 
 def _sum(vectors: Vectors) -> torch.Tensor:
     return torch.stack(vectors).sum(0)
-
-
-def on_matrices(
-    merge: Callable[[Vectors, Values], torch.Tensor],
-) -> Callable[[Tile, Values, Any], torch.Tensor]:
-    """theta_0 + lambda * merge(w_t (theta_t - theta_0)) for matrices, the mean for all else.
-
-    In float32, written in the dtype of the base.
-    """
-
-    @wraps(merge)
-    def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-        assert tile.base is not None
-        base = tile.base.to(wide(tile.base.dtype))
-        vectors = [
-            (model.to(base.dtype) - base) * own["weight"]
-            for model, own in zip(tile.models, values.models, strict=True)
-        ]
-        merged = merge(vectors, values) if base.ndim == 2 else _sum(vectors) / len(vectors)
-        return merged.mul_(values.merge["lambda"]).add_(base).to(tile.base.dtype)
-
-    return apply
-
-
-_WEIGHT, _LAMBDA = (Parameter("weight", 1.0),), Parameter("lambda", 1.0)
-_FRACTION = Parameter("common_space_fraction", 0.8, 0.0, 1.0)
-
-
-def _method(
-    name: str, merge: Callable[[Vectors, Values], torch.Tensor], *more: Parameter
-) -> Method:
-    apply = on_matrices(merge)
-    per_merge = (_LAMBDA, *more)
-    return Method(name, apply, per_model=_WEIGHT, per_merge=per_merge, needs_base=True, whole=True)
-
-
-METHODS = (
-    _method("tsv", tsv_merge),
-    _method("iso_c", iso_c_merge),
-    _method("iso_cts", iso_cts_merge, _FRACTION),
-)

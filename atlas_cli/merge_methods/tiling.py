@@ -1,22 +1,81 @@
-"""Tiles in pieces of bounded size, and sums that do not depend on how a tensor was cut."""
+"""Tiles of tensors, pieces of tiles, and sums that do not depend on how a tensor was cut."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from itertools import combinations_with_replacement
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from atlas_cli.native.operands import Operands, Sum, in_memory
+from atlas_cli.registry import late
 
-from atlas_cli.merge_methods.method import Tile, Tiles, Values
-from atlas_cli.native import kernels
-from atlas_cli.native.operands import Operands, Sum
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.merge_methods.method import Formula, Values
+    from atlas_cli.native import kernels
+else:
+    torch, kernels = late("torch"), late("atlas_cli.native.kernels")
 
 PIECE = 1 << 19  # elements: enough that threads do not wait for each other's Python
-Formula = Callable[[Tile, Values, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The same elements of one tensor in the base and in every model.
+
+    `start` is the flat position of the first element; `shape` is the whole tensor's. Tiles of
+    tensors with two or more dimensions hold whole rows (the first dimension), as many as fit; the
+    values have the shape (rows, *shape[1:]). A vector is cut anywhere. `inputs` has the base, if
+    there is one, before the models; inputs in files are read when they are first used.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    inputs: Operands
+    has_base: bool
+
+    @property
+    def base(self) -> torch.Tensor | None:
+        """The base, in memory."""
+        return self.inputs.tensors[0] if self.has_base else None
+
+    @property
+    def models(self) -> tuple[torch.Tensor, ...]:
+        """The models, in memory."""
+        return self.inputs.tensors[self.has_base :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all values."""
+        return self.inputs.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where all values are."""
+        return self.inputs.device
+
+
+Tiles = Callable[[], Iterator[Tile]]  # go over the tensor once more; one tile may be all of it
+
+
+def tile_of(
+    name: str,
+    start: int,
+    shape: tuple[int, ...],
+    base: torch.Tensor | None,
+    models: Sequence[torch.Tensor],
+) -> Tile:
+    """A tile of tensors that are in memory."""
+    tensors = tuple(models) if base is None else (base, *models)
+    return Tile(name, start, shape, in_memory(tensors), base is not None)
+
+
+# Pieces ---------------------------------------------------------------------------------------
 
 
 def pieces(tile: Tile) -> Iterator[Tile]:
@@ -41,22 +100,25 @@ def all_pieces(tiles: Tiles) -> Iterator[Tile]:
 def by_pieces(formula: Formula) -> Formula:
     """The same formula, applied to one piece of a tile after another.
 
-    What it gives, which may be wider, is rounded to the dtype of the tensors.
+    Its results, which may be wider, are rounded to the dtype of the tensors.
     """
 
     @wraps(formula)
-    def apply(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+    def apply(tile: Tile, values: Values, statistics: Any) -> torch.Tensor:
         if tile.inputs.size <= PIECE:
-            return formula(tile, values, found).to(tile.dtype)
+            return formula(tile, values, statistics).to(tile.dtype)
         result = torch.empty(tile.inputs.shape, dtype=tile.dtype, device=tile.device)
         flat, done = result.view(-1), 0
         for part in pieces(tile):
-            merged = formula(part, values, found).reshape(-1)
+            merged = formula(part, values, statistics).reshape(-1)
             flat[done : done + len(merged)] = merged
             done += len(merged)
         return result
 
     return apply
+
+
+# Sums -----------------------------------------------------------------------------------------
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,6 @@ from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import write_text
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merge_methods.registry import METHODS
 from atlas_cli.merging.execute import Limits, check_device, check_memory, run
 from atlas_cli.merging.inputs import Located, check_fit, open_layout, open_like
 from atlas_cli.merging.learned import open_learned
@@ -33,6 +32,7 @@ from atlas_cli.merging.staging import MANIFEST, StagingFolder, check_space, chec
 from atlas_cli.models.folders import companion_files, copy_companion_files
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.recipes.merge import Merge
+from atlas_cli.registry import MERGE_METHODS
 
 _HASHERS = 2
 _KEY = "atlas_recipe"
@@ -124,7 +124,7 @@ def _maker(request: MergeRequest, layout: Model) -> tuple[Producer, dict[str, Re
     resolved = resolve_all(merge, names)
     models = tuple(Model(reference, opened[reference]) for reference, _ in merge.models)
     base = Model(merge.base, opened[merge.base]) if merge.base else None
-    method = METHODS[merge.method]
+    method = MERGE_METHODS[merge.method]
     maker = ByMethod(method, layout, base, models, resolved, how)
     if maker.together:
         check_together(merge, resolved, {layout.tensors[name].dtype for name in names})

@@ -14,7 +14,8 @@ import torch
 
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.merge_methods.method import Method, Tile, Values
+from atlas_cli.merge_methods.method import MergeMethod, Values
+from atlas_cli.merge_methods.tiling import Tile
 from atlas_cli.merging.plan import Output, Resolved
 from atlas_cli.native import kernels
 from atlas_cli.native.operands import FileTarget, Operands
@@ -70,7 +71,7 @@ class Conversion:
 class ByMethod:
     """base and models -> a method's formula, tile by tile."""
 
-    method: Method
+    method: MergeMethod
     layout: Model
     base: Model | None
     models: tuple[Model, ...]

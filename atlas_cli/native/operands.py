@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # methods are known by name without torch, and mention operands
+    import torch
 
-from atlas_cli.io.tensors import FileSpan
+    from atlas_cli.io.tensors import FileSpan
 
 
 @dataclass(frozen=True)

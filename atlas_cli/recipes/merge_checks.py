@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.coefficients import learned_problems
-from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, MethodSpec, parameter_problems
+from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, parameter_problems
 from atlas_cli.sources.references import parse_reference
+
+if TYPE_CHECKING:
+    from atlas_cli.merge_methods.method import MergeMethod
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope")
@@ -83,7 +86,7 @@ def _reference_problems(text: object, where: str) -> Iterator[str]:
 # Models ---------------------------------------------------------------------------------------
 
 
-def _model_problems(found: Mapping[str, Any], row: MethodSpec | None, where: str) -> Iterator[str]:
+def _model_problems(found: Mapping[str, Any], row: MergeMethod | None, where: str) -> Iterator[str]:
     for key in _OURS:
         if key in found:
             yield f"{where}: '{key}' belongs to merge_method atlas"
@@ -137,7 +140,7 @@ def _slice_problems(slices: list[Any], where: str) -> Iterator[str]:
 
 
 def _number_problems(
-    entries: Sequence[Mapping[str, Any]], base: object, row: MethodSpec, where: str
+    entries: Sequence[Mapping[str, Any]], base: object, row: MergeMethod, where: str
 ) -> Iterator[str]:
     names = [entry.get("model") for entry in entries]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -154,7 +157,7 @@ def _number_problems(
 def _value_problems(
     entries: Sequence[Mapping[str, Any]],
     base: object,
-    row: MethodSpec,
+    row: MergeMethod,
     where: str,
     levels: list[tuple[Any, str]],
 ) -> Iterator[str]:
@@ -171,14 +174,14 @@ def _value_problems(
             yield from parameter_problems(own, row.per_model, row.per_merge, place)
         given = general | (set(own) if isinstance(own, dict) else set())
         if row.base == "no" or entry.get("model") != base:
-            for key, knob in row.per_model.items():
-                if knob.default is None and key not in given:
+            for key, parameter in row.per_model.items():
+                if parameter.default is None and key not in given:
                     yield f"{where}[{number}]: parameter '{key}' is missing"
-    for key, knob in row.per_merge.items():
-        if knob.default is None and key not in general:
+    for key, parameter in row.per_merge.items():
+        if parameter.default is None and key not in general:
             yield f"{levels[-1][1]}: parameter '{key}' is missing"
     names = [entry.get("model") for entry in entries]
     if row.base == "no" and isinstance(base, str) and base not in names:
-        for key, knob in row.per_model.items():
-            if knob.default is None and key not in general:
+        for key, parameter in row.per_model.items():
+            if parameter.default is None and key not in general:
                 yield f"{where}: base_model {base} is not listed, so it has no '{key}'"

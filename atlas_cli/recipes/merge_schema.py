@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.recipes.merge_checks import DTYPES
-from atlas_cli.recipes.merge_parameters import METHODS, Knob
+from atlas_cli.recipes.merge_parameters import METHODS
+
+if TYPE_CHECKING:
+    from atlas_cli.merge_methods.method import Parameter
 
 _TEXT: dict[str, Any] = {"type": "string"}
 _WHOLE = {"type": "integer", "minimum": 0}
@@ -134,8 +137,12 @@ def _parameters() -> dict[str, Any]:
     return {"type": "object", "properties": known, "additionalProperties": False}
 
 
-def default_text(knob: Knob) -> str:
+def default_text(parameter: Parameter) -> str:
     """A default as a table shows it."""
-    if knob.default is None:
+    if parameter.default is None:
         return "required"
-    return str(knob.default).lower() if isinstance(knob.default, bool) else f"{knob.default}"
+    return (
+        str(parameter.default).lower()
+        if isinstance(parameter.default, bool)
+        else f"{parameter.default}"
+    )

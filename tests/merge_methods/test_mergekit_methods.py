@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiles import cut, merge, resolve
 
 from atlas_cli.merge_methods.order_statistics import bits_of
-from atlas_cli.merge_methods.registry import METHODS
 from atlas_cli.merge_methods.sparsify import AT_RANDOM, BY_RANK, delta_of, sparsify_
+from atlas_cli.registry import MERGE_METHODS
 
 PYTHON = os.environ.get("ATLAS_MERGEKIT_PYTHON")
 pytestmark = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def masks_of(case: Case, chosen: str) -> list[torch.Tensor]:
     """What our draws keep of every task vector."""
     base, *models = inputs_of(chosen)
     (tile,) = cut(base, models[: case.models], len(base))
-    values = resolve(METHODS[case.method], case.models, case.parameters, 0)
+    values = resolve(MERGE_METHODS[case.method], case.models, case.parameters, 0)
     sparsifier = SPARSIFIERS[case.method.split("_")[0]]
     deltas = [delta_of(tile, model) for model in range(case.models)]
     for delta, found in zip(

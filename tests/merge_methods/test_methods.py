@@ -11,10 +11,10 @@ import torch
 from tiles import cut, merge, resolve
 
 from atlas_cli.errors import UsageError
-from atlas_cli.merge_methods.barycentre import karcher_coefficients
-from atlas_cli.merge_methods.method import Values, tile_of
-from atlas_cli.merge_methods.registry import METHODS
-from atlas_cli.merge_methods.tiling import PIECE, all_pieces
+from atlas_cli.merge_methods.means import karcher_coefficients
+from atlas_cli.merge_methods.method import Values
+from atlas_cli.merge_methods.tiling import PIECE, all_pieces, tile_of
+from atlas_cli.registry import MERGE_METHODS
 
 FROM_MERGEKIT = {
     *("linear", "slerp", "nuslerp", "multislerp", "karcher", "passthrough", "model_stock", "sce"),
@@ -37,27 +37,27 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 def given(name: str) -> dict:
     """Some value for every parameter without a default, and a density that drops something."""
-    names = {parameter.name for parameter in METHODS[name].per_model}
+    names = {*MERGE_METHODS[name].per_model}
     some = {"weight": 0.6, "density": 0.5, "epsilon": 0.2, "gamma": 0.1}
     return {key: some[key] for key in names & set(some)} | PARAMETERS.get(name, {})
 
 
 def inputs(name: str, *shape: int, dtype: torch.dtype = torch.float32):
-    method = METHODS[name]
+    method = MERGE_METHODS[name]
     base = random(*shape, dtype=dtype)
     count = method.models[1] or 3
     models = [base + 0.3 * random(*shape, seed=i + 1, dtype=dtype) for i in range(count)]
-    return (None if method.ignores_base else base), models
+    return (None if method.base == "no" else base), models
 
 
 def test_every_method_is_found_by_its_name():
-    assert sorted(METHODS) == NAMES
-    assert all(METHODS[name].name == name for name in NAMES)
+    assert sorted({*MERGE_METHODS} - {"atlas"}) == NAMES
+    assert all(MERGE_METHODS[name].name == name for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_opens_with_its_formula(name: str):
-    apply = METHODS[name].apply
+    apply = MERGE_METHODS[name].apply
     while hasattr(apply, "__wrapped__"):
         apply = apply.__wrapped__
     assert apply.__doc__
@@ -96,13 +96,13 @@ def test_pieces_within_a_tile_change_no_bit(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("shape", [(90, 40), (3000,)])
-@pytest.mark.parametrize("name", [name for name in NAMES if not METHODS[name].whole])
+@pytest.mark.parametrize("name", [name for name in NAMES if not MERGE_METHODS[name].whole])
 def test_a_survey_of_a_large_tensor_reads_a_piece_at_a_time(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atlas_cli.merge_methods.tiling.PIECE", 300)
     base, models = inputs(name, *shape, dtype=torch.bfloat16)
-    method, whole = METHODS[name], tile_of("weight", 0, shape, base, models)
+    method, whole = MERGE_METHODS[name], tile_of("weight", 0, shape, base, models)
     spans: list[tuple[int, int]] = []
 
     def read(start: int, stop: int) -> Iterable[torch.Tensor]:
@@ -123,7 +123,7 @@ def test_a_survey_of_a_large_tensor_reads_a_piece_at_a_time(
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_merges_into_nothing(name: str, shape: tuple[int, ...]):
     base, models = inputs(name, *shape)
-    method = METHODS[name]
+    method = MERGE_METHODS[name]
     values = resolve(method, len(models), given(name), 0)
     tile = tile_of("weight", 0, shape, base, tuple(models))
     found = method.statistics(lambda: iter([tile]), values)
@@ -137,10 +137,10 @@ def test_pieces_hold_whole_rows_and_cover_a_tile():
     assert torch.equal(torch.cat([piece.models[0] for piece in found]), model)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if METHODS[name].needs_base])
+@pytest.mark.parametrize("name", [name for name in NAMES if MERGE_METHODS[name].base == "must"])
 def test_models_that_equal_the_base_merge_into_the_base(name: str):
     base = random(20, 30)
-    merged = merge(name, base, [base.clone()] * (METHODS[name].models[1] or 3), given(name))
+    merged = merge(name, base, [base.clone()] * (MERGE_METHODS[name].models[1] or 3), given(name))
     torch.testing.assert_close(merged, base, rtol=1e-6, atol=1e-7)
 
 
@@ -175,7 +175,7 @@ def test_wise_ft_goes_from_the_base_to_the_model():
 
 
 def test_lines_adds_more_the_deeper_a_layer_is():
-    method = METHODS["lines"]
+    method = MERGE_METHODS["lines"]
     base, model = torch.zeros(1), torch.ones(1)
     known = resolve(method, 1, {"alpha": 0.2, "beta": 0.6}, 0)
     (tile,) = cut(base, [model], 1)
@@ -394,7 +394,7 @@ ASLEEP = {  # parameters that give the first model no weight, and where a base h
 
 
 def test_the_methods_that_spread_are_those_that_are_tested():
-    assert {name for name, method in METHODS.items() if method.spreads} == {*ASLEEP}
+    assert {name for name, method in MERGE_METHODS.items() if method.spreads} == {*ASLEEP}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -403,11 +403,11 @@ def test_the_methods_that_spread_are_those_that_are_tested():
 def test_what_is_not_finite_shows_in_the_result_even_without_a_weight(
     name: str, dtype: torch.dtype, value: float
 ):
-    method = METHODS[name]
+    method = MERGE_METHODS[name]
     count = method.models[1] or 2
-    for ill in range(count + method.needs_base):
+    for ill in range(count + (method.base == "must")):
         tensors = [torch.randn(5, 7).to(dtype) for _ in range(count + 1)]
         tensors[ill][3, 2] = value
         *models, base = tensors
-        merged = merge(name, base if method.needs_base else None, models, ASLEEP[name])
+        merged = merge(name, base if (method.base == "must") else None, models, ASLEEP[name])
         assert not merged[3, 2].isfinite()

@@ -9,7 +9,7 @@ import torch
 from tiles import cut, merge
 
 from atlas_cli.errors import UsageError
-from atlas_cli.merge_methods.method import Values, tile_of
+from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.sparsify import (
     AT_RANDOM,
     BY_RANK,
@@ -19,6 +19,7 @@ from atlas_cli.merge_methods.sparsify import (
     delta_of,
     draw,
 )
+from atlas_cli.merge_methods.tiling import tile_of
 
 DICE = Dice(3, "layer.weight", 1)
 ROWS, COLUMNS = 400, 1000

@@ -268,19 +268,6 @@ def test_broken_recipes_end_with_code_2_and_all_lines_without_torch_in_half_a_se
 # The table, the schema and the words -----------------------------------------------------------
 
 
-def test_the_table_of_methods_is_the_registry():
-    from atlas_cli.merge_methods.registry import METHODS as FORMULAS
-
-    assert {*METHODS} == {*FORMULAS, "atlas"}
-    for name, method in FORMULAS.items():
-        row = METHODS[name]
-        base = "no" if method.ignores_base else "must" if method.needs_base else "may"
-        assert (row.base, row.models) == (base, method.models), name
-        for knobs, given in ((row.per_model, method.per_model), (row.per_merge, method.per_merge)):
-            found = {k: (n.default, n.low, n.high, n.choices) for k, n in knobs.items()}
-            assert found == {p.name: (p.default, p.low, p.high, p.choices) for p in given}, name
-
-
 def test_the_schema_has_the_keys_of_the_recipe():
     assert [*json_schema()["properties"]] == [*MergeRecipe.__dataclass_fields__]
 

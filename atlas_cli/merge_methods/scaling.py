@@ -1,43 +1,21 @@
-"""Weighted sums of whole models, and task vectors with a coefficient found in closed form."""
+"""Task vectors scaled by layer or by length, or masked where they agree; nothing is learned."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from atlas_cli.merge_methods.method import Method, Parameter, Tile, Tiles, Values
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method
 from atlas_cli.merge_methods.sparsify import delta_of
-from atlas_cli.merge_methods.tiling import (
-    by_pieces,
-    square,
-    sum_of,
-    sum_over,
-    weighted_sum,
-    weights_of,
-    wide,
-)
-from atlas_cli.native.operands import Sum
+from atlas_cli.merge_methods.tiling import Tile, Tiles, square, sum_over, wide
+from atlas_cli.registry import late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = late("torch")
 
 
-def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-    """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
-    return weighted_sum(tile.inputs, linear_sum(values, found, tile.dtype))
-
-
-def linear_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
-    """The sum that `linear` is."""
-    work = wide(dtype)
-    weights = weights_of(values, work)
-    return Sum(weights, sum_of(weights, work) if values.merge["normalize"] else 1.0)
-
-
-def passthrough(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-    """scale * theta"""
-    scale = values.models[0]["scale"]
-    return tile.models[0] if scale in (1, None) else tile.models[0] * scale
-
-
+@merge_method("wise_ft", models=(1, 1), per_merge={"alpha": Parameter(0.5)}, spreads=True)
 def wise_ft(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """(1 - alpha) theta_0 + alpha theta_1, in float32."""
     assert tile.base is not None
@@ -45,6 +23,11 @@ def wise_ft(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     return tile.base.to(work).lerp(tile.models[0].to(work), values.merge["alpha"])
 
 
+@merge_method(
+    "lines",
+    per_model={"weight": Parameter(1.0)},
+    per_merge={"alpha": Parameter(usual=0.1), "beta": Parameter(usual=0.5)},
+)
 def lines(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + (alpha + beta * depth) * sum_t w_t tau_t; outside the layers only alpha.
 
@@ -54,19 +37,25 @@ def lines(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     return add_vectors(tile, [scale * own["weight"] for own in values.models])
 
 
-def survey_norms(tiles: Tiles, values: Values) -> list[float]:
+def squared_norms(tiles: Tiles, values: Values) -> list[float]:
     """|tau_t|^2 of every model, in float64."""
     count = len(values.models)
     squares = sum_over(tiles, lambda tile: (square(delta_of(tile, i)) for i in range(count)))
     return list(squares.tolist())
 
 
+@merge_method("metagpt", per_merge={"lambda": Parameter(1.0)}, statistics=squared_norms)
 def metagpt(tile: Tile, values: Values, norms: list[float]) -> torch.Tensor:
     """theta_0 + lambda * sum_t |tau_t|^2 / (sum_k |tau_k|^2) tau_t, norms of this tensor."""
     scale = values.merge["lambda"] / (sum(norms) or 1.0)
     return add_vectors(tile, [scale * norm for norm in norms])
 
 
+@merge_method(
+    "consensus",
+    per_model={"threshold": Parameter(0.4, 0.0)},
+    per_merge={"lambda": Parameter(1.0), "agreement": Parameter(2, 1)},
+)
 def consensus(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + lambda * tau * [|tau_t| > l_t |tau - tau_t| for at least `agreement` models t].
 
@@ -95,48 +84,3 @@ def add_vectors(tile: Tile, coefficients: list[float]) -> torch.Tensor:
     for model, coefficient in zip(tile.models, coefficients, strict=True):
         merged.add_(model.to(work) - base, alpha=coefficient)
     return merged
-
-
-_WEIGHT, _LAMBDA = Parameter("weight", None), Parameter("lambda", 1.0)
-METHODS = (
-    Method(
-        "linear",
-        by_pieces(linear),
-        total=linear_sum,
-        per_model=(_WEIGHT,),
-        per_merge=(Parameter("normalize", True),),
-        spreads=True,
-        ignores_base=True,
-    ),
-    Method(
-        "passthrough",
-        passthrough,
-        per_model=(Parameter("scale", 1.0),),
-        models=(1, 1),
-        spreads=True,
-        ignores_base=True,
-    ),
-    Method(
-        "wise_ft",
-        by_pieces(wise_ft),
-        per_merge=(Parameter("alpha", 0.5),),
-        needs_base=True,
-        models=(1, 1),
-        spreads=True,
-    ),
-    Method(
-        "lines",
-        by_pieces(lines),
-        per_model=(Parameter("weight", 1.0),),
-        per_merge=(Parameter("alpha", None), Parameter("beta", None)),
-        needs_base=True,
-    ),
-    Method("metagpt", by_pieces(metagpt), survey_norms, per_merge=(_LAMBDA,), needs_base=True),
-    Method(
-        "consensus",
-        by_pieces(consensus),
-        per_model=(Parameter("threshold", 0.4, 0.0),),
-        per_merge=(_LAMBDA, Parameter("agreement", 2, 1)),
-        needs_base=True,
-    ),
-)
