@@ -43,8 +43,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "reports": (
-        {"cli", "core", "io", "recipes", "vectors", "models", "learning"},
-        {"altair", "matplotlib", "vl_convert"},
+        {"core", "io", "learning", "models", "recipes", "sources", "vectors"},
+        {"altair", "vl_convert"},
     ),
     "cli": (
         {"core", "datasets", "io", "learning", "merging", "models", "recipes", "reports"}

@@ -11,7 +11,7 @@ import pytest
 
 HEAVY = (
     *("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors"),
-    *("altair", "vl_convert", "matplotlib"),
+    *("altair", "vl_convert"),
 )
 
 

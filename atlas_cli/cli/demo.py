@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
@@ -33,6 +32,7 @@ from atlas_cli.cli.options import AsJson, Force
 from atlas_cli.cli.process import Running, begin, first_to_end
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import write_text
+from atlas_cli.reports.plots import missing_library
 
 _NOTES = "demo.json"
 _AT_ONCE = 2
@@ -169,7 +169,7 @@ def _printed(line: StoryLine) -> str:
 
 def _draw(story: Story, kept: bool) -> str | None:
     """Draw the coefficients, if the libraries are there; where the picture is."""
-    if importlib.util.find_spec("altair") is None or importlib.util.find_spec("vl_convert") is None:
+    if missing_library():
         _say("(with the extra `plot`, a picture of the coefficients is drawn here)")
         return None
     path = Path("coefficients.png") if kept else Path.cwd() / f"{PLACE}.png"

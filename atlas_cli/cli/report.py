@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,27 +11,8 @@ from atlas_cli.cli import console
 from atlas_cli.cli.options import Force
 from atlas_cli.cli.targets import VectorTarget, check_targets
 from atlas_cli.io.files import write_text
-from atlas_cli.reports.charts import check_charts
+from atlas_cli.reports.plots import check_libraries
 from atlas_cli.reports.runs import read_run
-
-
-def run(runs: Sequence[Path], path: str, *, force: bool) -> None:
-    """Read all runs, then write the page and print its path, or the page itself."""
-    target = VectorTarget("report", None if path == "-" else Path(path))
-    check_targets([target], force=force)
-    check_charts("atlas report")
-    records = [read_run(folder) for folder in runs]
-
-    from atlas_cli.reports.page import report
-
-    page = report(records)
-    if target.path is None:
-        console.write(page)
-        return
-    with target.folder():
-        write_text(target.path, page)
-    console.emit(target.path)
-
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of learning runs.")]
 OutputFile = Annotated[
@@ -48,5 +28,17 @@ def report(runs: Runs, path: OutputFile, force: Force = False) -> None:
 
     Example: atlas report run1 run2 -o report.html
     """
+    target = VectorTarget("report", None if path == "-" else Path(path))
+    check_targets([target], force=force)
+    check_libraries("atlas report")
+    found = [read_run(folder) for folder in runs]
 
-    run(runs, path, force=force)
+    from atlas_cli.reports.page import report_page
+
+    page = report_page(found)
+    if target.path is None:
+        console.write(page)
+        return
+    with target.folder():
+        write_text(target.path, page)
+    console.emit(target.path)

@@ -1,27 +1,23 @@
-"""Charts of learned coefficients, of learning and of classes, drawn by Altair and Vega."""
+"""Charts of coefficients, learning curves, classes and task vectors, as Altair objects."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import whole_file
 
 if TYPE_CHECKING:
     from atlas_cli.reports.grids import Grid
-    from atlas_cli.reports.runs import Classes, Record
+    from atlas_cli.reports.runs import ClassScores, Run
 
-_CELL, _ROW = 18, 20  # pixels
+_CELL, _LABELLED_CELL, _ROW = 18, 30, 20  # pixels
+_BAR = (60, 360)  # pixels: the shortest and the longest colour bar
 _POINTS = 1000  # of a curve; of a longer one, every so many steps
-_PANELS = 4  # beside each other in a picture
-_SCHEME = "purpleorange"
-_BEFORE, _AFTER = "#8b929c", "#3987e5"
-_CONFIG: dict[str, Any] = {
+_DIVERGING, _SEQUENTIAL = "purpleorange", "cividis"
+_BEFORE, _AFTER, _MISSING = "#8b929c", "#3987e5", "#ededed"
+CONFIG: dict[str, Any] = {
     "font": "sans-serif",
     "view": {"stroke": None},
     "title": {"anchor": "start", "fontSize": 12, "fontWeight": "normal", "offset": 6},
@@ -36,33 +32,34 @@ _CONFIG: dict[str, Any] = {
 }
 
 
+def to_spec(chart: Any, *, fill: bool = False) -> dict[str, Any]:
+    """A chart as Vega-Lite's JSON; with `fill`, as wide as its container on a page."""
+    found: dict[str, Any] = chart.to_dict()
+    if fill:
+        found |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {**found, "config": CONFIG, "background": None}
+
+
+# Heat maps of coefficients --------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Words:
-    """What the rows, the columns and the numbers of a heat map are."""
+class Titles:
+    """What the rows, the columns and the numbers of a heat map are called."""
 
     row: str = "vector"
     column: str = "block"
     value: str = "coefficient"
 
 
-def check_charts(what: str) -> None:
-    """Raise unless the libraries that draw charts are there."""
-    for module in ("altair", "vl_convert"):
-        if importlib.util.find_spec(module) is None:
-            raise AtlasError(f"{what} needs {module}; run: pip install 'atlas-cli[plot]'")
-
-
-# Charts ---------------------------------------------------------------------------------------
-
-
-def heat_maps(grids: Sequence[Grid], words: Words) -> list[Any]:
-    """The grids on one scale, which comes first and has zero in the middle."""
+def heat_maps(grids: Sequence[Grid], titles: Titles) -> list[Any]:
+    """A colour bar with zero in the middle, then a heat map for every grid, all on that scale."""
     found = [abs(cell) for grid in grids for row in grid.cells for cell in row if cell is not None]
     limit = max(found, default=0.0) or 1.0
-    return [_scale(limit, words), *(_heat(grid, limit, words) for grid in grids)]
+    return [_colour_bar(limit, titles), *(_heat_map(grid, limit, titles) for grid in grids)]
 
 
-def _heat(grid: Grid, limit: float, words: Words) -> Any:
+def _heat_map(grid: Grid, limit: float, titles: Titles) -> Any:
     import altair as alt
 
     names = grid.names or grid.columns
@@ -72,34 +69,37 @@ def _heat(grid: Grid, limit: float, words: Words) -> Any:
         for column, name, value in zip(grid.columns, names, values, strict=True)
         if value is not None
     ]
-    angle = -90 if max(map(len, grid.columns)) > 3 else 0
     axis = alt.Axis(ticks=False, domain=False, title=None)
-    below = alt.Axis(ticks=False, domain=False, title=None, labelAngle=angle)
+    below = alt.Axis(ticks=False, domain=False, title=None, labelAngle=_angle(grid))
     return (
         alt.Chart(alt.Data(values=cells), title=grid.title)
         .mark_rect()
         .encode(
             alt.X("column:N", sort=list(grid.columns), axis=below),
             alt.Y("row:N", sort=list(grid.rows), axis=axis),
-            alt.Color("value:Q", scale=_colours(limit), legend=None),
+            alt.Color("value:Q", scale=_diverging(limit), legend=None),
             tooltip=[
-                alt.Tooltip("row:N", title=words.row),
-                alt.Tooltip("name:N", title=words.column),
-                alt.Tooltip("value:Q", title=words.value, format=".4f"),
+                alt.Tooltip("row:N", title=titles.row),
+                alt.Tooltip("name:N", title=titles.column),
+                alt.Tooltip("value:Q", title=titles.value, format=".4f"),
             ],
         )
         .properties(width=alt.Step(_CELL), height=alt.Step(_CELL))
     )
 
 
-def _colours(limit: float) -> Any:
+def _angle(grid: Grid) -> int:
+    """Long names below the columns are turned upright."""
+    return -90 if max(map(len, grid.columns)) > 3 else 0
+
+
+def _diverging(limit: float) -> Any:
     import altair as alt
 
-    return alt.Scale(scheme=_SCHEME, domain=[-limit, limit])
+    return alt.Scale(scheme=_DIVERGING, domain=[-limit, limit])
 
 
-def _scale(limit: float, words: Words) -> Any:
-    """The colours of a heat map from its lowest to its highest number."""
+def _colour_bar(limit: float, titles: Titles) -> Any:
     import altair as alt
 
     steps = 40
@@ -107,31 +107,137 @@ def _scale(limit: float, words: Words) -> Any:
     cells = [{"from": a, "to": b, "value": (a + b) / 2} for a, b in pairwise(edges)]
     axis = alt.Axis(title=None, values=[-limit, 0, limit], format=".3~g", grid=False, domain=False)
     return (
-        alt.Chart(alt.Data(values=cells), title=words.value)
+        alt.Chart(alt.Data(values=cells), title=titles.value)
         .mark_rect()
         .encode(
             alt.X("from:Q", scale=alt.Scale(domain=[-limit, limit], nice=False), axis=axis),
             alt.X2("to:Q"),
-            alt.Color("value:Q", scale=_colours(limit), legend=None),
+            alt.Color("value:Q", scale=_diverging(limit), legend=None),
         )
         .properties(width=160, height=12)
     )
 
 
-def curves(record: Record) -> list[Any]:
-    """The loss and what was told of the images of every step, by stage; not what never moves."""
-    known = [key for key in ("loss", "accuracy", "agreement") if _moves(record, key)]
-    return [_curve(record, key) for key in known]
+# Heat maps of task vectors --------------------------------------------------------------------
 
 
-def _moves(record: Record, key: str) -> bool:
-    return len({row[key] for row in record.metrics if key in row}) > 1
-
-
-def _curve(record: Record, key: str) -> Any:
+def vector_chart(norms: Sequence[Grid], cosines: Grid | None) -> Any:
+    """Heat maps beside each other: the norms of task vectors, and the cosines between them."""
     import altair as alt
 
-    rows = [row for row in record.metrics if isinstance(row.get(key), int | float)]
+    panels = [*_norm_maps(norms), *([_cosine_map(cosines)] if cosines else [])]
+    return alt.hconcat(*panels).resolve_scale(color="independent")
+
+
+def _norm_maps(grids: Sequence[Grid]) -> list[Any]:
+    """Norms on one logarithmic scale; the last panel has the colour bar."""
+    import altair as alt
+
+    found = [cell for grid in grids for row in grid.cells for cell in row if cell]
+    low, high = min(found), max(max(found), 1.01 * min(found))
+    middle = math.sqrt(low * high)
+    scale = alt.Scale(type="log", domain=[low, high], nice=False, scheme=_SEQUENTIAL)
+    charts = []
+    for grid in grids:
+        legend = _legend(grid, _ticks(low, high)) if grid is grids[-1] else None
+        colour = alt.Color("value:Q", scale=scale, legend=legend)
+        below = "layer" if any(grid.columns) else None
+        charts.append(
+            _labelled_map(grid, colour, ".2g", is_dark=lambda value: value < middle, below=below)
+        )
+    return charts
+
+
+def _cosine_map(grid: Grid) -> Any:
+    """Cosines on a scale as wide as they are."""
+    import altair as alt
+
+    found = [abs(cell) for row in grid.cells for cell in row if cell is not None]
+    limit = max([0.05, *found])
+    colour = alt.Color("value:Q", scale=_diverging(limit), legend=_legend(grid))
+    # The purple end of the scale is darker than the orange one.
+    return _labelled_map(
+        grid, colour, ".2f", is_dark=lambda value: not -0.5 < value / limit < 0.8, below=None
+    )
+
+
+def _labelled_map(
+    grid: Grid, colour: Any, form: str, *, is_dark: Callable[[float], bool], below: str | None
+) -> Any:
+    """A heat map with numbers in its cells, white on dark colours; cells without one are grey."""
+    import altair as alt
+
+    cells = [
+        {
+            "row": row,
+            "column": column,
+            "value": value,
+            "text": _number(value, form),
+            "ink": "white" if is_dark(value) else "black",
+        }
+        for row, values in zip(grid.rows, grid.cells, strict=True)
+        for column, value in zip(grid.columns, values, strict=True)
+        if value is not None
+    ]
+    # Domains keep the rows and columns in which every cell is empty.
+    across, down = (alt.Scale(domain=list(names)) for names in (grid.columns, grid.rows))
+    plain = {"ticks": False, "domain": False, "labelLimit": 400}
+    axis = alt.Axis(**plain, title=below, labelAngle=_angle(grid)) if any(grid.columns) else None
+    base = alt.Chart(alt.Data(values=cells)).encode(
+        alt.X("column:N", scale=across, sort=None, axis=axis),
+        alt.Y("row:N", scale=down, sort=None, axis=alt.Axis(**plain, title=None)),
+    )
+    ink = alt.Color("ink:N", scale=None)
+    layers = [
+        base.mark_rect().encode(colour),
+        base.mark_text(fontSize=10).encode(ink, text="text:N"),
+    ]
+    return (
+        alt.layer(*layers, title=grid.title, view=alt.ViewBackground(fill=_MISSING))
+        .properties(width=alt.Step(_LABELLED_CELL), height=alt.Step(_LABELLED_CELL))
+        .resolve_scale(color="independent")
+    )
+
+
+def _legend(grid: Grid, ticks: Sequence[float] = ()) -> Any:
+    import altair as alt
+
+    length = min(max(_LABELLED_CELL * len(grid.rows), _BAR[0]), _BAR[1])
+    bar = {"gradientLength": length, "format": "~g", "offset": 10}
+    return alt.Legend(orient="right", title=None, **bar, **({"values": ticks} if ticks else {}))
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between two numbers, or those two if there are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [tick for power in powers for tick in (10**power, 2 * 10**power, 5 * 10**power)]
+    within = [float(f"{tick:.0e}") for tick in found if low <= tick <= high]
+    return within if len(within) > 1 else [float(f"{low:.2g}"), float(f"{high:.2g}")]
+
+
+def _number(value: float, form: str) -> str:
+    """A number in a cell: large ones without an exponent, zero without a sign."""
+    text = f"{value:.0f}" if abs(value) >= 99.5 else format(value, form)
+    return text if float(text) else text.removeprefix("-")
+
+
+# Learning curves and classes ------------------------------------------------------------------
+
+
+def curves(run: Run) -> list[Any]:
+    """A chart of every measure of the steps that changes while learning; a line for each stage."""
+    known = [key for key in ("loss", "accuracy", "agreement") if _changes(run, key)]
+    return [_curve(run, key) for key in known]
+
+
+def _changes(run: Run, key: str) -> bool:
+    return len({row[key] for row in run.metrics if key in row}) > 1
+
+
+def _curve(run: Run, key: str) -> Any:
+    import altair as alt
+
+    rows = [row for row in run.metrics if isinstance(row.get(key), int | float)]
     every = -(-len(rows) // _POINTS)
     points = [
         {"step": row["number"], "stage": str(row.get("stage", "")), "value": row[key]}
@@ -150,26 +256,26 @@ def _curve(record: Record, key: str) -> Any:
         alt.Tooltip("stage:N"),
         alt.Tooltip("value:Q", title=key, format=".4f"),
     ]
-    dots = lines.mark_circle(size=60, opacity=0).encode(tooltip=shown)
+    dots = lines.mark_circle(size=60, opacity=0).encode(tooltip=shown)  # to point at
     return (lines.mark_line() + dots).properties(width=360, height=200)
 
 
-def class_chart(classes: Classes) -> Any:
+def class_chart(scores: ClassScores) -> Any:
     """Every class before and after, joined by a line."""
     import altair as alt
 
-    after = classes.after
-    measure = "accuracy" if classes.shares else "images"
-    form = ".1%" if classes.shares else "d"
-    spans = [{"class": name, "from": low, "to": high} for name, low, high in classes.rows]
+    after = scores.after
+    measure = "accuracy" if scores.is_accuracy else "images"
+    form = ".1%" if scores.is_accuracy else "d"
+    spans = [{"class": name, "from": low, "to": high} for name, low, high in scores.rows]
     dots = [
         {"class": name, "when": when, "value": value}
-        for name, *values in classes.rows
+        for name, *values in scores.rows
         for when, value in zip(("zero-shot", after), values, strict=True)
     ]
-    side = alt.Y("class:N", sort=[row[0] for row in classes.rows], title=None)
-    scale = alt.Scale(domain=[0, 1]) if classes.shares else alt.Scale(zero=True)
-    axis = alt.Axis(format=".0%" if classes.shares else "d", title=measure, tickCount=5)
+    side = alt.Y("class:N", sort=[row[0] for row in scores.rows], title=None)
+    scale = alt.Scale(domain=[0, 1]) if scores.is_accuracy else alt.Scale(zero=True)
+    axis = alt.Axis(format=".0%" if scores.is_accuracy else "d", title=measure, tickCount=5)
     colours = alt.Scale(domain=["zero-shot", after], range=[_BEFORE, _AFTER])
     lines = alt.Chart(alt.Data(values=spans)).mark_rule(strokeWidth=2, color=_BEFORE)
     sizes = alt.Scale(domain=["zero-shot", after], range=[120, 70])  # both show in one place
@@ -187,34 +293,5 @@ def class_chart(classes: Classes) -> Any:
                 alt.Tooltip("value:Q", title=measure, format=form),
             ],
         ),
-        title=f"{classes.task}: {classes.on}",
-    ).properties(width=360, height=_ROW * len(classes.rows))
-
-
-# Out of charts --------------------------------------------------------------------------------
-
-
-def to_spec(chart: Any, *, fill: bool = False) -> dict[str, Any]:
-    """A chart as Vega-Lite's JSON; as wide as its place on a page if it is to fill it."""
-    found: dict[str, Any] = chart.to_dict()
-    if fill:
-        found |= {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-    return {**found, "config": _CONFIG, "background": None}
-
-
-def draw_charts(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    """Write one picture, charts in rows below each other: .png or .svg."""
-    import altair as alt
-    import vl_convert
-
-    parts = [alt.concat(*row, columns=_PANELS) for row in rows if row]
-    spec = {**to_spec(alt.vconcat(*parts).resolve_scale(color="independent")), "background": "#fff"}
-    if path.suffix.lower() == ".svg":
-        drawn = vl_convert.vegalite_to_svg(spec).encode()
-    else:
-        drawn = vl_convert.vegalite_to_png(spec, scale=2)
-    try:
-        with whole_file(path) as temporary:
-            temporary.write_bytes(drawn)
-    except OSError as problem:
-        raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
+        title=f"{scores.task}: {scores.on}",
+    ).properties(width=360, height=_ROW * len(scores.rows))

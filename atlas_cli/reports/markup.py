@@ -1,4 +1,4 @@
-"""Tables, figures and folded parts as HTML."""
+"""Tables, figures and sections as HTML. Text is escaped here and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Share:
-    """A fraction that is shown as percent."""
+class Number:
+    """A number in a table: the text that is shown, and the exact value to sort by."""
 
-    value: float
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A number that is shown with three decimals, so that those of a column line up."""
-
-    value: float
+    exact: float
+    shown: str
 
 
-Cell = str | int | float | Share | Rounded | None
+Cell = str | int | float | Number | None
+
+
+def percentage(value: float) -> Number:
+    """A fraction shown as percent."""
+    return Number(value, f"{100 * value:.2f} %")
+
+
+def rounded(value: float) -> Number:
+    """A number shown with three decimals, so that those of a column line up."""
+    return Number(value, f"{value:.3f}")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], name: str) -> str:
-    """A table that can be sorted by each of its columns. `name` says what is in it."""
+    """A table that can be sorted by each of its columns. `name` is its label."""
     listed = list(rows)
     head = "".join(
         _head(column, any(_is_number(row[number]) for row in listed))
@@ -46,27 +50,19 @@ def _head(column: str, numbers: bool) -> str:
 
 
 def _is_number(value: Cell) -> bool:
-    return isinstance(value, int | float | Share | Rounded)
+    return isinstance(value, int | float | Number)
 
 
 def _cell(value: Cell) -> str:
-    """A cell; a number has its exact value beside what is shown."""
     if isinstance(value, str) or value is None:
         return f"<td>{escape(value or '')}</td>"
-    exact = value.value if isinstance(value, Share | Rounded) else value
-    return f'<td class="number" data-value="{exact!r}">{_shown(value)}</td>'
-
-
-def _shown(value: int | float | Share | Rounded) -> str:
-    if isinstance(value, Share):
-        return f"{100 * value.value:.2f} %"
-    if isinstance(value, Rounded):
-        return f"{value.value:.3f}"
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
+    if not isinstance(value, Number):
+        value = Number(value, str(value) if isinstance(value, int) else f"{value:.6g}")
+    return f'<td class="number" data-value="{value.exact!r}">{value.shown}</td>'
 
 
 def figure(spec: dict[str, Any], *, fill: bool = False) -> str:
-    """A chart; the script of the page draws it."""
+    """A chart, which the script of the page draws."""
     text = json.dumps(spec, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     kind = "chart fill" if fill else "chart"
     return f'<figure class="{kind}"><script type="application/json">{text}</script></figure>'
@@ -79,17 +75,17 @@ def row(figures: Iterable[str], *, kind: str = "row") -> str:
 
 
 def folded(summary: str, inside: str) -> str:
-    """A part that opens on demand."""
+    """A part that opens when its summary is clicked."""
     return f"<details><summary>{escape(summary)}</summary>\n{inside}\n</details>"
 
 
 def text(content: str) -> str:
-    """Text as it is written."""
+    """Text with its line breaks and spaces."""
     return f"<pre>{escape(content)}</pre>"
 
 
 def section(title: str, *parts: str, level: int = 2) -> str:
-    """A heading and what belongs to it; nothing if that is nothing."""
+    """A heading and its parts, or nothing if all parts are empty."""
     inside = "\n".join(part for part in parts if part)
     return f"<section><h{level}>{escape(title)}</h{level}>\n{inside}\n</section>" if inside else ""
 

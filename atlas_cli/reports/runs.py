@@ -19,34 +19,35 @@ _LARGE = "coefficients.safetensors"
 
 
 @dataclass(frozen=True)
-class Classes:
-    """A number for every class of a task, before and after; `on` says of which images.
+class ClassScores:
+    """A number for every class of a task, before and after; `on` says on which images.
 
-    It is a share of them that is recognised or, where nobody knows labels, a count of predictions.
-    `after` is what the second number is called.
+    The number is the accuracy on the class or, without labels, how many images are classified as
+    it. `after` is what the second number is called.
     """
 
     task: str
     on: str
-    shares: bool
+    is_accuracy: bool
     rows: tuple[tuple[str, float, float], ...]
     after: str = "learned"
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What was measured at the end, by method: a number for each column, or None."""
+class RunScores:
+    """What was measured at the end, by method: a number or None for each column."""
 
-    shares: bool
+    is_accuracy: bool
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
 
 
 @dataclass(frozen=True)
-class Record:
-    """What there is of a run; all but the table may be missing, and of a run that was killed that.
+class Run:
+    """A learning run: its coefficients, and what else its folder holds.
 
-    `metrics` are the rows of metrics.jsonl as they are.
+    Coefficients alone, from a recipe or a table, leave the rest empty. A run that was killed may
+    have no coefficients yet. `metrics` are the rows of metrics.jsonl.
     """
 
     name: str
@@ -55,26 +56,26 @@ class Record:
     config: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] = ()
     metrics: tuple[dict[str, Any], ...] = ()
-    scores: Scores | None = None
-    classes: tuple[Classes, ...] = ()
+    scores: RunScores | None = None
+    classes: tuple[ClassScores, ...] = ()
 
     @property
     def comment(self) -> list[str]:
-        """What the recipe says of itself in the lines above its keys."""
+        """The lines of the comment at the top of the recipe."""
         lines = self.recipe.splitlines()
         return [line.removeprefix("# ") for line in lines if line.startswith("#")]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is one that a learning command has written, rather than a model's."""
+    """Whether a learning command wrote a folder; the config.json of a model has other keys."""
     try:
         return {"command", "recipe"} <= _read_json(path / _CONFIG).keys()
     except CheckpointError:
         return (path / _METRICS).exists()
 
 
-def read_run(folder: Path) -> Record:
-    """All that a folder tells. Raises UsageError if it is no run, CheckpointError if damaged."""
+def read_run(folder: Path) -> Run:
+    """Read the folder of a run. Raises UsageError if it is no run, CheckpointError if damaged."""
     if not folder.is_dir():
         raise UsageError(f"no such run: {folder}")
     if not is_run(folder):
@@ -90,14 +91,17 @@ def read_run(folder: Path) -> Record:
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
-    return Record(str(folder), table, recipe, config, tasks, metrics, scores, classes)
+    return Run(str(folder), table, recipe, config, tasks, metrics, scores, classes)
 
 
-def read_coefficients(text: str, where: str) -> Record:
-    """Coefficients from a learned recipe, or from a table by vector and block in JSON."""
+def read_coefficients(text: str, where: str) -> Run:
+    """Read coefficients from a learned recipe, or from a table by vector and block in JSON.
+
+    Raises UsageError, in which `where` names the text.
+    """
     if not text.lstrip().startswith("{"):
         recipe = read_recipe(LearnedRecipe, text, where)
-        return Record(where, _table_of(recipe, Path(where).parent), text)
+        return Run(where, _table_of(recipe, Path(where).parent), text)
     try:
         found = json.loads(text)
     except ValueError as problem:
@@ -105,7 +109,7 @@ def read_coefficients(text: str, where: str) -> Record:
     if not found or not all(_is_row(row) for row in found.values()):
         raise UsageError(f"{where}: holds no coefficients: numbers by vector, then by block")
     table = {vector: {b: float(x) for b, x in row.items()} for vector, row in found.items()}
-    return Record(where, _checked(table, where))
+    return Run(where, _checked(table, where))
 
 
 def is_table(path: Path) -> bool:
@@ -120,7 +124,7 @@ def is_table(path: Path) -> bool:
 
 
 def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
-    """A table that is kept as a tensor: its columns have numbers for names."""
+    """Read a table that is stored as a tensor: its columns have numbers for names."""
     from atlas_cli.io.checkpoint import open_safetensors  # torch is slow: only for large tables
 
     tensor = open_safetensors(path).get("coefficients")
@@ -136,7 +140,7 @@ def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
 
 
 def _table_of(recipe: LearnedRecipe, folder: Path) -> Table:
-    """The coefficients of a recipe; those of a large one are in a file beside it."""
+    """The coefficients of a recipe; a large table is in a file beside it."""
     if isinstance(recipe.coefficients, dict):
         return _checked(recipe.coefficients, "coefficients")
     beside = folder / _LARGE
@@ -162,7 +166,7 @@ def _is_row(row: object) -> bool:
 
 
 def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    """The names of the data that were learned from."""
+    """The names of the training data."""
     try:
         return tuple(str(entry["name"]) for entry in config["data"])
     except (KeyError, TypeError) as problem:
@@ -172,35 +176,35 @@ def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _scores(result: Mapping[str, Any], method: str) -> Scores | None:
-    """Accuracies of tasks by method, or what can be told without labels."""
+def _scores(result: Mapping[str, Any], method: str) -> RunScores | None:
+    """Accuracies of tasks by method, or what was measured without labels."""
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
         kept = {name: tuple(map(_number, row)) for name, row in rows.items() if any(row)}
-        return Scores(True, tuple(result["tasks"]), kept)
+        return RunScores(True, tuple(result["tasks"]), kept)
     if "adapted" in result:
         names = tuple(result["zero_shot"])
         rows = {"zero-shot": result["zero_shot"], "adapted": result["adapted"]}
         kept = {name: tuple(_number(row.get(key)) for key in names) for name, row in rows.items()}
-        return Scores(False, names, kept)
+        return RunScores(False, names, kept)
     if "learned" in result:
         before, after = _number(result["zero_shot"]), _number(result["learned"])
-        return Scores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
+        return RunScores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
     return None
 
 
-def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> Iterator[Classes]:
+def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> Iterator[ClassScores]:
     for task in result.get("classes", ()):
         rows = tuple(
             (name, float(row["zero_shot"]), float(row["learned"]))
             for name, row in task["classes"].items()
         )
-        yield Classes(task["task"], task["on"], True, rows, method)
+        yield ClassScores(task["task"], task["on"], True, rows, method)
     if histogram := result.get("histogram"):
         before, after = histogram["zero-shot"], histogram["adapted"]
         counts = tuple((name, float(n), float(after[name])) for name, n in before.items())
         on = f"{sum(before.values())} images, as they are classified"
-        yield Classes(tasks[0] if tasks else "images", on, False, counts, "adapted")
+        yield ClassScores(tasks[0] if tasks else "images", on, False, counts, "adapted")
 
 
 def _number(value: Any) -> float | None:
@@ -211,7 +215,7 @@ def _number(value: Any) -> float | None:
 
 
 def _read_text(path: Path) -> str:
-    """A text file, or nothing if there is none."""
+    """The content of a text file, or "" if there is none."""
     try:
         return path.read_text("utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as problem:
@@ -229,7 +233,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows that were written whole: of a run that was killed, the last may not be."""
+    """The complete rows: of a run that was killed, the last may be cut off."""
     for number, line in enumerate(_read_text(path).splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             return

@@ -1,28 +1,51 @@
-"""The numbers of atlas inspect as rows: CSV for a pipe, tables for a terminal."""
+"""The numbers of `atlas inspect` as rows of text: CSV for a pipe, tables for a terminal."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from atlas_cli import __version__
+from atlas_cli.recipes.coefficients import summarise
+from atlas_cli.recipes.reading import LearnedRecipe, read_recipe
+
 if TYPE_CHECKING:
     from atlas_cli.models.folders import ModelFacts
+    from atlas_cli.recipes.coefficients import Table
+    from atlas_cli.reports.runs import Run
     from atlas_cli.vectors.describe import BlockFacts, Comparison, KindFacts, Matrix, VectorFacts
 
-
 Row = dict[str, str]
+Captioned = tuple[list[Row], str]
+_RANKS = (1, 4, 16, 64)
+TENSOR_COLUMNS = ("model", "tensor", "dtype", "shape", "parameters")
+COEFFICIENT_COLUMNS = ("vector", "block", "coefficient")
+BLOCK_COLUMNS = (
+    *("vector", "block", "layer", "kind", "shape", "storage", "parameters", "norm"),
+    *("relative_norm", "error", "effective_rank", *(f"energy_{count}" for count in _RANKS)),
+)
+RANK_CAPTION = (
+    "norm: |tau| / |theta0| in %; rank: effective rank, exp of the entropy of the singular "
+    "values; top r: % of |tau|^2 in the first r of them; both of the stored values, and the mean "
+    "over the blocks of a kind"
+)
+VECTOR_CAPTION = "norm: |tau| / |theta0| in %; error: worst relative error of storage in %"
+
+
+# Cards of one model or vector -----------------------------------------------------------------
 
 
 def model_card(model: ModelFacts) -> list[Row]:
-    """What a model says of itself, line by line."""
+    """The facts of a model, one per row."""
     return _lines(
         "model",
         model.model,
         {
-            "tensors": f"{len(model.tensors)} ({counts(model.dtypes)})",
+            "tensors": f"{len(model.tensors)} ({_counts(model.dtypes)})",
             "parameters": f"{model.parameters:,}",
-            "size": size_of(model.bytes),
+            "size": _size(model.bytes),
             "architecture": _architecture(model.architecture or {}) or "unknown; name it by --arch",
             "activation": model.activation or "",
             "commit": model.commit or "",
@@ -32,9 +55,9 @@ def model_card(model: ModelFacts) -> list[Row]:
 
 
 def vector_card(vector: VectorFacts) -> list[Row]:
-    """What a task vector says of itself, line by line."""
-    worst, mean = in_percent(vector.worst_error), in_percent(vector.mean_error)
-    blocks = f"{len(vector.blocks)} ({counts(vector.storage)})"
+    """The facts of a task vector, one per row."""
+    worst, mean = _percent(vector.worst_error), _percent(vector.mean_error)
+    blocks = f"{len(vector.blocks)} ({_counts(vector.storage)})"
     return _lines(
         "task vector",
         vector.label,
@@ -51,9 +74,9 @@ def vector_card(vector: VectorFacts) -> list[Row]:
             "blocks": blocks,
             "dropped": _dropped(vector.dropped),
             "parameters": f"{vector.parameters:,}",
-            "size": size_of(vector.bytes),
+            "size": _size(vector.bytes),
             "error": f"worst {worst} %, mean {mean} %",
-            "|tau| / |theta0|": f"{in_percent(vector.relative_norm)} %",
+            "|tau| / |theta0|": f"{_percent(vector.relative_norm)} %",
         },
     )
 
@@ -62,25 +85,22 @@ def _lines(left: str, right: str, facts: Mapping[str, str]) -> list[Row]:
     return [{left: name, right: value} for name, value in facts.items() if value]
 
 
-# Words ----------------------------------------------------------------------------------------
-
-
-def in_percent(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     """A fraction as percent with three digits; nothing for None."""
     return "" if value is None else f"{100 * value:.3g}"
 
 
-def shape_of(shape: Sequence[int]) -> str:
+def _shape(shape: Sequence[int]) -> str:
     """A shape as in 768x512; a scalar is 1."""
     return "x".join(map(str, shape)) or "1"
 
 
-def size_of(count: int) -> str:
+def _size(count: int) -> str:
     """A number of bytes for people."""
     return f"{count / 1e6:.2f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
-def counts(found: Mapping[str, int]) -> str:
+def _counts(found: Mapping[str, int]) -> str:
     """One name alone, or each with how often it occurs."""
     return ", ".join(f"{n} {name}" if len(found) > 1 else name for name, n in found.items())
 
@@ -120,20 +140,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     )
 
 
-_RANKS = (1, 4, 16, 64)
-TENSOR_COLUMNS = ("model", "tensor", "dtype", "shape", "parameters")
-BLOCK_COLUMNS = (
-    *("vector", "block", "layer", "kind", "shape", "storage", "parameters", "norm"),
-    *("relative_norm", "error", "effective_rank", *(f"energy_{count}" for count in _RANKS)),
-)
-RANK_CAPTION = (
-    "norm: |tau| / |theta0| in %; rank: effective rank, exp of the entropy of the singular "
-    "values; top r: % of |tau|^2 in the first r of them; both of the stored values, and the mean "
-    "over the blocks of a kind"
-)
-VECTOR_CAPTION = "norm: |tau| / |theta0| in %; error: worst relative error of storage in %"
-
-
 # CSV ------------------------------------------------------------------------------------------
 
 
@@ -141,7 +147,7 @@ def block_rows(vectors: Sequence[VectorFacts]) -> list[list[str]]:
     """A row for each block of each vector."""
     return [
         [
-            *(vector.label, block.name, block.layer, block.kind, shape_of(block.shape)),
+            *(vector.label, block.name, block.layer, block.kind, _shape(block.shape)),
             *(block.storage, str(block.parameters), _exact(block.norm)),
             *(_exact(block.relative_norm), _exact(block.error), _exact(block.effective_rank)),
             *(_exact(block.energy.get(count)) for count in _RANKS),
@@ -164,7 +170,7 @@ def cosine_rows(comparison: Comparison) -> list[list[str]]:
 def tensor_rows(models: Sequence[ModelFacts]) -> list[list[str]]:
     """A row for each tensor of each model."""
     return [
-        [model.model, name, tensor.dtype, shape_of(tensor.shape), str(tensor.parameters)]
+        [model.model, name, tensor.dtype, _shape(tensor.shape), str(tensor.parameters)]
         for model in models
         for name, tensor in model.tensors.items()
     ]
@@ -185,10 +191,10 @@ def vector_table(vectors: Sequence[VectorFacts]) -> list[Row]:
             "fine-tuned": str(vector.finetuned.get("reference", "")),
             "blocks": str(len(vector.blocks)),
             "parameters": f"{vector.parameters:,}",
-            "storage": counts(vector.storage),
-            "size": size_of(vector.bytes),
-            "error": in_percent(vector.worst_error),
-            "norm": in_percent(vector.relative_norm),
+            "storage": _counts(vector.storage),
+            "size": _size(vector.bytes),
+            "error": _percent(vector.worst_error),
+            "norm": _percent(vector.relative_norm),
         }
         for vector in vectors
     ]
@@ -213,7 +219,7 @@ def block_table(vector: VectorFacts) -> list[Row]:
     return [
         {
             vector.label: f"{block.layer}.{block.kind}".strip("."),
-            "shape": shape_of(block.shape),
+            "shape": _shape(block.shape),
             "storage": block.storage if mixed else "",
             **_measures(block, block.error),
         }
@@ -222,16 +228,16 @@ def block_table(vector: VectorFacts) -> list[Row]:
 
 
 def _measures(facts: BlockFacts | KindFacts, error: float) -> Row:
-    top = {f"top {count}": in_percent(facts.energy.get(count)) for count in _RANKS}
+    top = {f"top {count}": _percent(facts.energy.get(count)) for count in _RANKS}
     return {
-        "norm": in_percent(facts.relative_norm),
+        "norm": _percent(facts.relative_norm),
         "rank": "" if facts.effective_rank is None else f"{facts.effective_rank:.1f}",
         **top,
-        "error": in_percent(error),
+        "error": _percent(error),
     }
 
 
-def comparison_tables(comparison: Comparison) -> list[tuple[list[Row], str]]:
+def comparison_tables(comparison: Comparison) -> list[Captioned]:
     """The cosines, those of each kind in short, and the principal components."""
     found = comparison.spectrum, comparison.centred_spectrum
     ratios = " and ".join(f"{spectrum.participation_ratio:.2f}" for spectrum in found)
@@ -279,11 +285,11 @@ def _spectrum_table(comparison: Comparison) -> list[Row]:
             {
                 "component": str(number + 1),
                 "s": f"{value:.4g}",
-                "% of s^2": in_percent(whole.share[number]),
-                "sum": in_percent(total),
+                "% of s^2": _percent(whole.share[number]),
+                "sum": _percent(total),
                 "centred s": f"{centred.singular_values[number]:.4g}",
-                "% of s^2 ": in_percent(centred.share[number]),
-                "sum ": in_percent(centred_total),
+                "% of s^2 ": _percent(centred.share[number]),
+                "sum ": _percent(centred_total),
             }
         )
     return rows
@@ -291,3 +297,46 @@ def _spectrum_table(comparison: Comparison) -> list[Row]:
 
 def _cosine(value: float | None) -> str:
     return "" if value is None else f"{value:+.3f}"
+
+
+# Coefficients ---------------------------------------------------------------------------------
+
+
+def coefficient_facts(run: Run) -> dict[str, object]:
+    """The learned recipe, or the coefficients if there is none, with a summary; for --json."""
+    recipe = _recipe(run)
+    found = {"recipe": dataclasses.asdict(recipe)} if recipe else {"coefficients": run.table}
+    summary = [dataclasses.asdict(row) for row in summarise(run.table)]
+    return {"atlas": __version__, **found, "summary": summary}
+
+
+def coefficient_rows(table: Table) -> list[list[str]]:
+    """A row for each block of each vector."""
+    return [
+        [vector, block, repr(value)]
+        for vector, row in table.items()
+        for block, value in row.items()
+    ]
+
+
+def coefficient_table(run: Run) -> Captioned:
+    """A row for each vector."""
+    recipe = _recipe(run)
+    caption = f"{recipe.base_model}, one coefficient per {recipe.granularity}" if recipe else ""
+    rows = [
+        {
+            "vector": row.vector,
+            "coefficients": str(row.blocks),
+            "mean": f"{row.mean:.3f}",
+            "mean size": f"{row.mean_size:.3f}",
+            "lowest": f"{row.lowest:.3f}",
+            "highest": f"{row.highest:.3f}",
+            "largest at": row.largest.removeprefix("visual."),
+        }
+        for row in summarise(run.table)
+    ]
+    return rows, caption
+
+
+def _recipe(run: Run) -> LearnedRecipe | None:
+    return read_recipe(LearnedRecipe, run.recipe, run.name) if run.recipe else None

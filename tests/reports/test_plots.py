@@ -1,4 +1,4 @@
-"""A picture is the same bytes each time, and needs matplotlib only when asked for."""
+"""A picture is the same bytes each time, and needs its libraries only when asked for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from makers import random_values, write_vector
+import torch
+from makers import LAYER, MLP, random_values, write_vector
 from PIL import Image
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
 
 
 @pytest.fixture
@@ -20,26 +22,47 @@ def vectors(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
-def test_two_runs_give_the_same_bytes(run, vectors: list[Path], tmp_path: Path, form: str):
-    found = []
-    for name, fonts in (("a", "serif"), ("b", "sans-serif")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "matplotlibrc").write_text(f"font.family: {fonts}\n")  # what a user may have
-        result = run("inspect", *vectors, "--plot", f"{folder}/x.{form}", MPLCONFIGDIR=str(folder))
-        assert (result.code, result.err) == (0, "")
-        found.append((folder / f"x.{form}").read_bytes())
-    assert found[0] == found[1]
+def test_two_runs_give_the_same_bytes(call, run, vectors: list[Path], tmp_path: Path, form: str):
+    results = [
+        run("inspect", *vectors, "--plot", tmp_path / f"0.{form}"),
+        call("inspect", *vectors, "--plot", tmp_path / f"1.{form}"),
+        call("inspect", *vectors, "--plot", tmp_path / f"2.{form}"),  # of one process
+    ]
+    assert {(result.code, result.err) for result in results} == {(0, "")}
+    found = [(tmp_path / f"{n}.{form}").read_bytes() for n in range(3)]
+    assert found[0] == found[1] == found[2]
     assert len(found[0]) > 5000
+
+
+def test_a_name_tells_the_format(call, vectors: list[Path], tmp_path: Path):
+    starts = {
+        "x.png": b"\x89PNG",
+        "x.PDF": b"%PDF-",
+        "x.svg": b"<svg",
+        "x.html": b"<!doctype html>",
+    }
+    for name, start in starts.items():
+        assert call("inspect", vectors[0], "--plot", tmp_path / name).code == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_the_picture_has_every_kind_layer_and_vector(call, vectors: list[Path], tmp_path: Path):
     path = tmp_path / "x.svg"
     assert call("inspect", *vectors, "--plot", path).code == 0
-    text = path.read_text()  # letters are drawn as shapes, and named in comments
+    text = path.read_text()
     for word in ("mlp.c_fc.weight", "class_embedding", "layer", "cosine", "v0", "v1", "v2"):
-        assert f"<!-- {word} -->" in text
+        assert f">{word}</text>" in text
     assert "outside the layers" in text
+
+
+def test_a_cell_shows_its_number(call, tmp_path: Path):
+    names = [LAYER.format(layer, MLP) for layer in (0, 1)]
+    values = dict(zip(names, (torch.full((2, 2), 0.02), torch.full((2, 2), 50.0)), strict=True))
+    vector = write_vector(tmp_path / "v.safetensors", values)  # the norm of the base is 2
+    assert call("inspect", vector, "--plot", tmp_path / "x.svg").code == 0
+    text = (tmp_path / "x.svg").read_text()
+    assert ">2</text>" in text
+    assert ">5000</text>" in text  # in percent, without an exponent
 
 
 def test_one_vector_has_no_cosines(call, vectors: list[Path], tmp_path: Path):
@@ -78,9 +101,9 @@ def test_a_folder_that_cannot_be_written(as_ordinary_user, vectors: list[Path], 
     assert result.err == f"atlas: error: {locked}/x.png: cannot be written: Permission denied\n"
 
 
-def test_without_matplotlib_one_line_says_what_to_install(vectors: list[Path], tmp_path: Path):
+def test_without_the_extra_one_line_says_what_to_install(vectors: list[Path], tmp_path: Path):
     code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
+        "import sys; sys.modules['altair'] = None\n"
         "from atlas_cli.cli.app import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
@@ -90,6 +113,6 @@ def test_without_matplotlib_one_line_says_what_to_install(vectors: list[Path], t
         return subprocess.run(command, env=os.environ, capture_output=True, text=True)
 
     refused = without("--plot", str(tmp_path / "x.png"))
-    line = "atlas: error: --plot needs matplotlib; run: pip install 'atlas-cli[plot]'\n"
+    line = "atlas: error: --plot needs altair; run: pip install 'atlas-cli[plot]'\n"
     assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", line)
     assert without().returncode == 0

@@ -36,21 +36,21 @@ def write_run(folder: Path, **files: str) -> Path:
 
 
 def test_a_run_is_all_of_its_files(tmp_path: Path):
-    record = read_run(write_run(tmp_path / "run"))
-    assert record.table == {"cars": {"visual.proj": 0.5}}
-    assert record.metrics == (ROW,)
-    assert record.config == CONFIG
-    assert record.comment == ["Learned by atlas."]
-    assert record.scores is not None
-    assert record.scores.rows == {"zero-shot": (0.5,), "learned": (1.0,)}
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.table == {"cars": {"visual.proj": 0.5}}
+    assert run.metrics == (ROW,)
+    assert run.config == CONFIG
+    assert run.comment == ["Learned by atlas."]
+    assert run.scores is not None
+    assert run.scores.rows == {"zero-shot": (0.5,), "learned": (1.0,)}
 
 
 def test_a_run_that_was_killed_has_what_was_written_whole(tmp_path: Path):
     folder = write_run(tmp_path / "run", **{"metrics.jsonl": json.dumps(ROW) + '\n{"stage": "a'})
     (folder / "recipe.yaml").unlink()
     (folder / "result.json").unlink()
-    record = read_run(folder)
-    assert (record.metrics, record.table, record.scores) == ((ROW,), {}, None)
+    run = read_run(folder)
+    assert (run.metrics, run.table, run.scores) == ((ROW,), {}, None)
 
 
 @pytest.mark.parametrize(
