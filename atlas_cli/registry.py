@@ -12,7 +12,7 @@ Nothing here imports torch, and neither may a module that a registry names.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -170,7 +170,9 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.learned",
 )
 OBJECTIVES: Registry[Registered] = Registry("objective")
-DATASET_KINDS: Registry[Registered] = Registry("kind of dataset")
+DATASET_KINDS: Registry[Registered] = Registry(
+    "kind of dataset", "atlas_cli.datasets.folders", "atlas_cli.datasets.builtin"
+)
 
 
 def objective(name: str, **facts: Any) -> Callable[[Function], Function]:
@@ -178,8 +180,21 @@ def objective(name: str, **facts: Any) -> Callable[[Function], Function]:
     return _decorator(OBJECTIVES, name, facts)
 
 
-def dataset_kind(name: str, **facts: Any) -> Callable[[Function], Function]:
-    """Register a function as a kind of dataset."""
+def dataset_kind(
+    name: str,
+    *,
+    splits: Collection[str] | Callable[[str], Collection[str]] = (),
+    expand: Callable[[str], list[str]] | None = None,
+    chooses_split: bool = False,
+) -> Callable[[Function], Function]:
+    """Register a function as a kind of dataset: of NAME:ADDRESS in recipes and on command lines.
+
+    The function takes an address and a split, or None without splits, and gives a `Dataset`.
+    `splits` are the splits that there are, or a function of the address that names them. `expand`
+    checks an address and gives the references that it stands for. With `chooses_split`, the
+    function is given the split that was asked for, if any, and the preferred ones, and chooses.
+    """
+    facts = {"splits": splits, "expand": expand, "chooses_split": chooses_split}
     return _decorator(DATASET_KINDS, name, facts)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from atlas_cli.cli.console import percent
 from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, source_of
 from atlas_cli.cli.options import RunOptions, given_flags, learning_command
-from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset
+from atlas_cli.datasets.dataset import Dataset, check_templates, content, open_dataset
 from atlas_cli.errors import DataError, UsageError
 from atlas_cli.io.files import write_text
 from atlas_cli.recipes.learning import TtaRecipe
@@ -117,8 +117,8 @@ def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     """
     names = check_classes(classes or dataset.classes, dataset.name)
     samples = dataset.unlabelled().samples
-    if dataset.drawn is None:
-        ranks = {sample.key: _digest(dataset.root / sample.key) for sample in samples}
+    if not dataset.keys_identify:
+        ranks = {sample.key: sha256(content(dataset, sample)).digest() for sample in samples}
         samples = tuple(sorted(samples, key=lambda sample: (ranks[sample.key], sample.key)))
     return replace(dataset, classes=names, samples=samples)
 
@@ -133,13 +133,6 @@ def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
         twice = next(name for name in names if list(names).count(name) > 1)
         raise UsageError(f"{where}: class '{twice}' is named twice")
     return tuple(names)
-
-
-def _digest(path: Path) -> bytes:
-    try:
-        return hashlib.sha256(path.read_bytes()).digest()
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
 
 
 def learned_recipe(

@@ -1,46 +1,64 @@
-"""What a task is called, and by which name it is known again."""
+"""A dataset: images and their classes, wherever they come from.
+
+A data reference is KIND:ADDRESS, such as csv:photos.csv, or the path of a folder. Kinds are entries
+of a registry, which plugins add to; each opens its addresses as a `Dataset`.
+"""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from atlas_cli.datasets import builtin
 from atlas_cli.errors import DataError, UsageError, nearest
+from atlas_cli.registry import DATASET_KINDS, Registered
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from PIL import Image
+
+    ImageLike: TypeAlias = Path | str | Image.Image | npt.NDArray[Any]
 
 GRAMMAR = "a folder with a sub-folder per class, a flat folder, csv:FILE or builtin:NAME"
 DEFAULT_TEMPLATE = "a photo of a {}."
-SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-SUFFIXES = frozenset(
-    ".avif .bmp .gif .jfif .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split()  # noqa: SIM905
-)
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image: where it is below the dataset's root, and its class, if it is known."""
+    """One image and its class, as a position among the classes, if it is known.
+
+    `image` is a path, a PIL image, an array (height, width, 3) of bytes, or a function that gives
+    one of these. Without it, the image is the file `key` below the root of the dataset.
+    """
 
     key: str
     label: int | None
+    image: ImageLike | Callable[[], ImageLike] | None = field(
+        default=None, compare=False, repr=False
+    )
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their classes. `drawn` names the built-in task they are drawn from."""
+    """Images with their classes.
 
-    name: str
-    split: str
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
-    samples: tuple[Sample, ...]
+    `keys_identify` says that name, split and key determine an image, so that its content need not
+    be hashed, and that keys tell nothing about classes. `ignored` are files that are no images.
+    """
+
+    name: str = ""
+    split: str = "all"
+    classes: tuple[str, ...] = ()
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    samples: tuple[Sample, ...] = ()
     root: Path = Path()
-    drawn: str | None = None
+    keys_identify: bool = False
     ignored: tuple[str, ...] = ()
 
     @cached_property
@@ -49,8 +67,8 @@ class Dataset:
         return all(sample.label is not None for sample in self.samples)
 
     def unlabelled(self) -> Dataset:
-        """The same images with nothing left that says which class they are of."""
-        return replace(self, samples=tuple(Sample(s.key, None) for s in self.samples))
+        """The same images without labels."""
+        return replace(self, samples=tuple(replace(s, label=None) for s in self.samples))
 
 
 # References -----------------------------------------------------------------------------------
@@ -60,20 +78,9 @@ def expand_references(texts: Iterable[str]) -> list[str]:
     """Data references with `builtin:all` spelt out. Raises UsageError for an impossible one."""
     expanded: list[str] = []
     for text in texts:
-        scheme, _, rest = text.partition(":")
-        if text == "builtin:all":
-            expanded += [f"builtin:{name}" for name in builtin.TASKS]
-            continue
-        if scheme == "builtin" and rest not in builtin.TASKS:
-            known = [*builtin.TASKS, "all"]
-            raise UsageError(
-                f"unknown data '{text}'{nearest(rest, known)} "
-                f"({', '.join(f'builtin:{name}' for name in known)})"
-            )
-        path = Path(rest if scheme == "csv" else text).expanduser()
-        if scheme != "builtin" and not path.exists():
-            raise UsageError(f"no such data: {path} (data is {GRAMMAR})")
-        expanded.append(text)
+        kind, address = _kind_of(text)
+        expand: Callable[[str], list[str]] | None = kind.facts.get("expand")
+        expanded += expand(address) if expand else [text]
     return expanded
 
 
@@ -86,194 +93,148 @@ def open_dataset(
 ) -> Dataset:
     """List the images behind a data reference. No image is opened.
 
-    Without `split`, the first of `preferred` that exists is taken, else the folder as it is.
+    Without `split`, the first of `preferred` that exists is taken, else all images.
     `templates` replaces those that come with the data.
     """
     (text,) = expand_references([text])
-    scheme, _, rest = text.partition(":")
-    if scheme == "builtin":
-        dataset = _from_builtin(text, rest, split or preferred[0])
-    elif scheme == "csv":
-        dataset = _from_table(text, Path(rest).expanduser(), split, preferred)
+    kind, address = _kind_of(text)
+    dataset: Dataset
+    if kind.facts.get("chooses_split"):
+        dataset = kind.function(address, split, preferred)
     else:
-        dataset = _from_folder(text, Path(text).expanduser(), split, preferred)
-    return replace(dataset, templates=tuple(templates)) if templates else dataset
+        chosen = _choose_split(text, _splits_of(kind, address), [split] if split else preferred)
+        dataset = _checked(text, chosen, kind.function(address, chosen))
+    return replace(dataset, name=text, templates=tuple(templates) or dataset.templates)
 
 
 def has_split(text: str, split: str) -> bool:
     """Whether there is a split of that name behind a data reference."""
     (text,) = expand_references([text])
-    scheme, _, rest = text.partition(":")
-    if scheme == "builtin":
-        return split in builtin.TASKS[rest].sizes
-    if scheme == "csv":
-        return any(row.get("split") == split for row in _rows(Path(rest).expanduser()))
-    return split in _split_folders(_folders(Path(text).expanduser()))
+    return split in _splits_of(*_kind_of(text))
 
 
-def _from_builtin(text: str, name: str, split: str) -> Dataset:
-    task = builtin.TASKS[name]
-    if split not in task.sizes:
-        raise UsageError(f"{text} has no split '{split}'{nearest(split, task.sizes)}")
-    samples = tuple(
-        Sample(f"{index:05d}", builtin.label_of(name, split, index))
-        for index in range(task.sizes[split])
-    )
-    return Dataset(text, split, task.classes, task.templates, samples, drawn=name)
+def _kind_of(text: str) -> tuple[Registered, str]:
+    """The kind of a data reference, and the address that the kind understands."""
+    name, colon, address = text.partition(":")
+    if colon and name in DATASET_KINDS:
+        return DATASET_KINDS[name], address
+    if colon:
+        check_exists(Path(text).expanduser(), nearest(name, DATASET_KINDS))
+    return DATASET_KINDS["folder"], text
 
 
-# Folders --------------------------------------------------------------------------------------
+def check_exists(path: Path, hint: str = "") -> None:
+    """Raise UsageError unless there is such a file or folder."""
+    if not path.exists():
+        raise UsageError(f"no such data: {path}{hint} (data is {GRAMMAR})")
 
 
-def _from_folder(text: str, root: Path, split: str | None, preferred: Sequence[str]) -> Dataset:
-    if not root.is_dir():
-        raise DataError(f"{text}: expected a folder, found a file (csv:{text} for a table)")
-    folders = _folders(root)
-    if splits := _split_folders(folders):
-        chosen = _choose_split(text, splits, [split] if split else preferred)
-        keys = sorted({child.name for folder in splits.values() for child in _folders(folder)})
-        return _from_classes(text, root, splits[chosen], chosen, keys)
-    if split:
-        raise UsageError(f"{text}: has no split folders ({', '.join(SPLITS)}) to take {split} from")
-    return _from_classes(text, root, root, "all", [folder.name for folder in folders])
+def _splits_of(kind: Registered, address: str) -> Collection[str]:
+    splits: Collection[str] | Callable[[str], Collection[str]] = kind.facts.get("splits", ())
+    return splits(address) if callable(splits) else splits
 
 
-def _split_folders(folders: Sequence[Path]) -> dict[str, Path]:
-    """The splits that these folders are, or nothing unless each of them is one."""
-    splits = {
-        name: folder
-        for name, spellings in SPLITS.items()
-        for folder in folders
-        if folder.name in spellings
-    }
-    return splits if len(splits) == len(folders) else {}
-
-
-def _choose_split(text: str, splits: dict[str, Path], wanted: Sequence[str]) -> str:
+def _choose_split(text: str, splits: Collection[str], wanted: Sequence[str]) -> str | None:
+    """The first of the wanted splits that exists; None for a dataset without splits."""
     for name in wanted:
         if name in splits:
             return name
-    found = ", ".join(splits)
-    raise UsageError(f"{text}: no {' or '.join(wanted)} folder (it has {found}; use --split)")
+    if not splits and len(wanted) > 1:
+        return None
+    listed = ", ".join(splits) or "no splits"
+    raise UsageError(f"{text}: no split {' or '.join(wanted)} (it has {listed}; use --split)")
 
 
-def _from_classes(text: str, root: Path, folder: Path, split: str, keys: Sequence[str]) -> Dataset:
-    """The images of one folder, by class if there are classes."""
-    if keys and (loose := _images(folder)[0]):
-        raise DataError(f"{folder}: has images beside class folders, such as {loose[0].name}")
-    samples: list[Sample] = []
-    ignored: list[str] = []
-    for label, key in enumerate(keys) if keys else [(None, ".")]:
-        images, others = _images(folder / key) if (folder / key).is_dir() else ([], [])
-        if not images and label is not None:
-            raise DataError(f"{folder}: class '{key}' has no images")
-        samples += [Sample(image.relative_to(root).as_posix(), label) for image in images]
-        ignored += [other.relative_to(root).as_posix() for other in others]
+def _checked(text: str, split: str | None, dataset: object) -> Dataset:
+    """What a plugin returned for a reference, in the types that the rest of atlas expects."""
+    if not isinstance(dataset, Dataset):
+        kind = text.partition(":")[0]
+        raise DataError(f"{text}: the kind '{kind}' gave a {type(dataset).__name__}, not a Dataset")
+    classes, samples = tuple(dataset.classes), tuple(dataset.samples)
     if not samples:
-        raise DataError(f"{folder}: has no images (data is {GRAMMAR})")
-    return Dataset(
-        name=text,
-        split=split,
-        classes=_class_names(root, keys),
-        templates=_templates(root),
-        samples=tuple(samples),
-        root=root,
-        ignored=tuple(name for name in ignored if Path(name).name not in _COMPANIONS),
+        raise DataError(f"{text}: has no images")
+    for sample in samples:
+        if sample.label is not None and not 0 <= sample.label < len(classes):
+            raise DataError(
+                f"{text}: image {sample.key} has label {sample.label}, "
+                f"but there are {len(classes)} classes"
+            )
+    templates = check_templates(dataset.templates, text)
+    return replace(
+        dataset, split=split or dataset.split, classes=classes, samples=samples, templates=templates
     )
 
 
-_COMPANIONS = frozenset({"classnames.txt", "templates.txt"})
+# Images ---------------------------------------------------------------------------------------
 
 
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in _entries(folder) if path.is_dir()]
+def load(dataset: Dataset, sample: Sample) -> Image.Image:
+    """The image of a sample in RGB. Raises DataError that names an image which cannot be read."""
+    from PIL import Image
 
-
-def _images(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The image files of a folder, by their ending, and the other files."""
-    files = [path for path in _entries(folder) if path.is_file()]
-    images = [path for path in files if path.suffix.lower() in SUFFIXES]
-    return images, [path for path in files if path.suffix.lower() not in SUFFIXES]
-
-
-def _entries(folder: Path) -> list[Path]:
-    """What a folder shows, sorted by name; hidden entries are left out."""
+    found = _image_of(dataset, sample)
+    if isinstance(found, Path):
+        return decode(found)
     try:
-        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError as problem:
-        raise DataError(f"{folder}: cannot be read: {problem.strerror}") from problem
-    return sorted(found, key=lambda path: path.name)
+        if not isinstance(found, Image.Image):
+            found = Image.fromarray(found)
+        return _to_rgb(found)
+    except (ValueError, TypeError, AttributeError) as problem:
+        where = f"{dataset.name}: image {sample.key}"
+        raise DataError(f"{where}: cannot be decoded: {_first_line(problem)}") from problem
 
 
-def _class_names(root: Path, keys: Sequence[str]) -> tuple[str, ...]:
-    """Names for prompts: classnames.txt, a line per class in order, or the folder names."""
-    path = root / "classnames.txt"
-    if not path.is_file():
-        return tuple(key.replace("_", " ") for key in keys)
-    names = _lines(path)
-    if keys and len(names) != len(keys):
-        raise DataError(f"{path}: has {len(names)} names for {len(keys)} classes")
-    return tuple(names)
+def content(dataset: Dataset, sample: Sample) -> bytes:
+    """The bytes that make an image what it is: of its file, or else its pixels with their shape."""
+    found = _image_of(dataset, sample)
+    if isinstance(found, Path):
+        try:
+            return found.read_bytes()
+        except OSError as problem:
+            raise DataError(f"{found}: cannot be read: {problem.strerror}") from problem
+    import numpy as np
+
+    pixels = np.asarray(found)
+    return f"{pixels.shape} {pixels.dtype}\n".encode() + pixels.tobytes()
 
 
-def _templates(root: Path) -> tuple[str, ...]:
-    path = root / "templates.txt"
-    return check_templates(_lines(path), str(path)) if path.is_file() else (DEFAULT_TEMPLATE,)
+def _image_of(dataset: Dataset, sample: Sample) -> Path | Image.Image | npt.NDArray[Any]:
+    found = sample.image() if callable(sample.image) else sample.image
+    if found is None:
+        return dataset.root / sample.key
+    return Path(found).expanduser() if isinstance(found, str) else found
 
 
-def check_templates(templates: Iterable[str], where: str) -> tuple[str, ...]:
-    """The templates, each with exactly one {} for the class name. Raises UsageError."""
-    checked = tuple(templates)
-    for template in checked:
-        if template.count("{}") != 1 or template.replace("{}", "").count("{"):
-            raise UsageError(f"{where}: '{template}' needs one {{}} where the class name goes")
-    return checked
+def decode(path: Path) -> Image.Image:
+    """Read a file as RGB: EXIF rotation applied, transparency laid on white, 16 bits made 8."""
+    from PIL import Image, ImageOps
 
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a text file that are not empty."""
     try:
-        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read as UTF-8 text") from problem
+        with Image.open(path) as image:
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError as problem:
+        raise DataError(f"{path}: no such image") from problem
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as problem:
+        raise DataError(f"{path}: cannot be decoded: {_first_line(problem)}") from problem
 
 
-# Tables ---------------------------------------------------------------------------------------
+def _to_rgb(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip rather than scale
+        return image.convert("I").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no defined range; save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        page = image.convert("RGBA")
+        white = Image.new("RGBA", page.size, "white")
+        return Image.alpha_composite(white, page).convert("RGB")
+    return image.convert("RGB")
 
 
-def _from_table(text: str, path: Path, split: str | None, preferred: Sequence[str]) -> Dataset:
-    """A CSV file with a column `path`, and optionally `label` and `split`."""
-    rows = _rows(path)
-    if split or "split" in rows[0]:
-        split = split or preferred[0]
-        rows = [row for row in rows if row.get("split") == split]
-        if not rows:
-            raise DataError(f"{path}: no row has split '{split}'")
-    keys = sorted({row["label"] for row in rows}) if "label" in rows[0] else []
-    index = {key: label for label, key in enumerate(keys)}
-    samples = [Sample(row["path"], index[row["label"]] if keys else None) for row in rows]
-    root = path.parent
-    return Dataset(
-        text, split or "all", _class_names(root, keys), _templates(root), tuple(samples), root
-    )
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            rows = list(reader)
-            columns = reader.fieldnames or []
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise DataError(f"{path}: cannot be read as a CSV table: {problem}") from problem
-    if "path" not in columns:
-        raise DataError(f"{path}: needs a column 'path' (and 'label'), found {', '.join(columns)}")
-    for number, row in enumerate(rows, start=2):
-        if None in row or None in row.values() or not all(row[c] for c in columns if c != "split"):
-            raise DataError(f"{path}: line {number} does not have a value for every column")
-    if not rows:
-        raise DataError(f"{path}: has no rows")
-    return rows
+def _first_line(problem: Exception) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
 # Subsets --------------------------------------------------------------------------------------
@@ -310,13 +271,26 @@ def _rank(key: str, seed: int) -> tuple[bytes, str]:
     return hashlib.sha256(f"{seed}:{Path(key).stem}".encode()).digest(), key
 
 
+# Names ----------------------------------------------------------------------------------------
+
 _SPLIT = re.compile(r"(val|valid|validation|train|test)$")
 
 
+def check_templates(templates: Iterable[str], where: str) -> tuple[str, ...]:
+    """The templates, each with exactly one {} for the class name. Raises UsageError."""
+    checked = tuple(templates)
+    for template in checked:
+        if template.count("{}") != 1 or template.replace("{}", "").count("{"):
+            raise UsageError(f"{where}: '{template}' needs one {{}} where the class name goes")
+    return checked
+
+
 def task_name(dataset: Dataset) -> str:
-    """What a task is called: the name of its folder, of its table or of the built-in task."""
-    name = Path(dataset.name.removeprefix("csv:")).stem
-    return dataset.drawn or name or dataset.root.resolve().name
+    """What a task is called: the last part of its address, without an ending."""
+    kind, colon, address = dataset.name.partition(":")
+    if colon and kind in DATASET_KINDS:
+        return Path(address).stem or kind
+    return Path(dataset.name).stem or dataset.root.resolve().name
 
 
 def plain_name(name: str) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atlas_cli.datasets.dataset import Dataset
-from atlas_cli.datasets.images import load
+from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError
 
 

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from atlas_cli.core import augment
-from atlas_cli.datasets.dataset import Dataset, Sample
-from atlas_cli.datasets.images import Preprocess, load
+from atlas_cli.datasets.dataset import Dataset, Sample, load
 from atlas_cli.errors import DataError
 
+Preprocess = Callable[[Image.Image], torch.Tensor]
 _DECODERS = 4
 _ROOM = 1.5  # a kept image has at most this many times the side that the model takes
 

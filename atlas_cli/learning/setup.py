@@ -17,7 +17,7 @@ from atlas_cli import __version__
 from atlas_cli.core import granularity
 from atlas_cli.core.granularity import Layout, Shapes
 from atlas_cli.core.optimizers import OptimizerConfig
-from atlas_cli.datasets.dataset import Dataset, plain_name, task_name
+from atlas_cli.datasets.dataset import Dataset, content, plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
@@ -183,10 +183,11 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
     """A dataset in a few words: its name and a hash of its images and labels, if it has any."""
     digest = hashlib.sha256(repr((dataset.classes, dataset.templates)).encode())
     for sample in dataset.samples:
-        if sample.label is not None or dataset.drawn:  # without labels, no name may tell a class
+        # The names of files tell classes: without labels, they must not matter.
+        if sample.label is not None or dataset.keys_identify:
             digest.update(f"{sample.key}\0{sample.label}\0".encode())
-        if dataset.drawn is None:
-            digest.update((dataset.root / sample.key).read_bytes())
+        if not dataset.keys_identify:
+            digest.update(content(dataset, sample))
     images = len(dataset.samples)
     return {
         "name": dataset.name,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atlas_cli.datasets.images import decode
+from atlas_cli.datasets.dataset import decode
 from atlas_cli.errors import DataError
 
 

@@ -11,8 +11,7 @@ import torch
 from conftest import HALF, TINY_CONFIG, write_images
 from PIL import Image
 
-from atlas_cli.datasets.dataset import Dataset, open_dataset
-from atlas_cli.datasets.images import load
+from atlas_cli.datasets.dataset import Dataset, load, open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
 from atlas_cli.errors import DataError
 from atlas_cli.models.clip import Blueprint, build

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from atlas_cli.datasets.builtin import concepts, glyphs, ground, outlines, patterns, scenes, tasks
-from atlas_cli.datasets.builtin.styles import Style
+from atlas_cli.datasets.builtin import concepts, glyphs, ground, outlines, patterns, scenes
+from atlas_cli.datasets.builtin.styles import STYLES, Style
 
 
 def test_every_word_has_a_drawing_and_every_drawing_a_word() -> None:
@@ -20,7 +20,7 @@ def test_every_word_has_a_drawing_and_every_drawing_a_word() -> None:
 
 
 def test_every_task_has_a_style() -> None:
-    assert list(tasks.STYLES) == list(concepts.CLASSES)
+    assert list(STYLES) == list(concepts.CLASSES)
 
 
 def test_a_sign_is_read_from_its_phrase() -> None:

@@ -1,15 +1,18 @@
-"""The built-in world: image tasks drawn on the spot and one small model, with no download.
+"""The built-in tasks: images that are drawn on the spot, with no download.
 
-Importing this is cheap; numpy is imported by the first call of `draw`.
+Importing this is cheap; numpy is imported by the first image that is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.builtin.concepts import CLASSES
+from atlas_cli.datasets.dataset import Dataset, Sample
+from atlas_cli.errors import UsageError, nearest
+from atlas_cli.registry import dataset_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +105,55 @@ def label_of(task: str, split: str, index: int) -> int:
 
 def draw(task: str, split: str, index: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     """One image of a task as bytes (32, 32, 3): the same on every machine, in any order."""
-    from atlas_cli.datasets.builtin.tasks import draw_image
+    from atlas_cli.datasets.builtin.scenes import draw_concept
 
-    return draw_image(task, split, index, seed)
+    concept = CLASSES[task][TASKS[task].classes[label_of(task, split, index)]]
+    return draw_concept(concept, task, split, index, seed)
+
+
+@dataclass(frozen=True)
+class DrawnImage:
+    """An image that is drawn when it is asked for."""
+
+    task: str
+    split: str
+    index: int
+
+    def __call__(self) -> npt.NDArray[np.uint8]:
+        """The pixels, (32, 32, 3)."""
+        return draw(self.task, self.split, self.index)
+
+
+def _splits(address: str) -> Mapping[str, int]:
+    return TASKS[address].sizes
+
+
+def _expand(address: str) -> list[str]:
+    if address == "all":
+        return [f"builtin:{name}" for name in TASKS]
+    if address not in TASKS:
+        known = [*TASKS, "all"]
+        raise UsageError(
+            f"unknown data 'builtin:{address}'{nearest(address, known)} "
+            f"({', '.join(f'builtin:{name}' for name in known)})"
+        )
+    return [f"builtin:{address}"]
+
+
+@dataset_kind("builtin", splits=_splits, expand=_expand, chooses_split=True)
+def open_task(address: str, split: str | None, preferred: Sequence[str]) -> Dataset:
+    """A built-in task. Its splits always exist, so the first of the preferred ones is taken."""
+    task, split = TASKS[address], split or preferred[0]
+    if split not in task.sizes:
+        raise UsageError(f"builtin:{address} has no split '{split}'{nearest(split, task.sizes)}")
+    samples = tuple(
+        Sample(f"{index:05d}", label_of(address, split, index), DrawnImage(address, split, index))
+        for index in range(task.sizes[split])
+    )
+    return Dataset(
+        split=split,
+        classes=task.classes,
+        templates=task.templates,
+        samples=samples,
+        keys_identify=True,
+    )

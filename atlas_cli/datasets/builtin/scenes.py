@@ -5,6 +5,7 @@ The concepts are shared by all tasks and by pre-training; the styles are what di
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from atlas_cli.datasets.builtin.glyphs import DIGITS, GLYPHS
 from atlas_cli.datasets.builtin.ground import paint_ground
 from atlas_cli.datasets.builtin.outlines import SHAPES, SYMBOLS, THINGS
 from atlas_cli.datasets.builtin.patterns import PATTERNS
-from atlas_cli.datasets.builtin.styles import Range, Style, weather
+from atlas_cli.datasets.builtin.styles import STYLES, Range, Style
 
 COLOURS: dict[str, Colour] = {
     "red": (0.86, 0.13, 0.13),
@@ -184,3 +185,25 @@ _PAINTERS: dict[str, Callable[[Concept, Style, np.random.Generator], Array]] = {
 def picture(concept: Concept, style: Style, rng: np.random.Generator) -> canvas.Picture:
     """The scene as bytes (32, 32, 3)."""
     return canvas.finish(weather(_PAINTERS[concept.kind](concept, style, rng), style, rng))
+
+
+def weather(image: Array, style: Style, rng: np.random.Generator) -> Array:
+    """The picture under the light, the lens and the grain of a style."""
+    image = image + rng.uniform(*style.dull) * (canvas.gray(image) - image)
+    contrast = rng.uniform(*style.contrast)
+    level = rng.uniform(0.35, 0.65)
+    image = level + contrast * (image - level)
+    if style.shade:
+        slope = rng.uniform(-style.shade, style.shade, 2)
+        image = image + slope[0] * GRID.x + slope[1] * GRID.y
+    if style.cast:
+        image = image + rng.uniform(-style.cast, style.cast, (3, 1, 1))
+    image = canvas.blur(image, rng.uniform(*style.blur))
+    return image + canvas.grain(rng, rng.uniform(*style.noise))
+
+
+def draw_concept(concept: Concept, task: str, split: str, index: int, seed: int) -> canvas.Picture:
+    """One image of a task. Its random numbers depend on nothing but the arguments."""
+    words = (seed, zlib.crc32(task.encode()), zlib.crc32(split.encode()), index)
+    rng = np.random.default_rng(np.random.SeedSequence(words))
+    return picture(concept, STYLES[task], rng)
