@@ -11,6 +11,7 @@ _EXPORTS = {
     "Parameter": "atlas_cli.merge_methods.method",
     "merge_method": "atlas_cli.merge_methods.method",
     "dataset_kind": "atlas_cli.registry",
+    "granularity": "atlas_cli.registry",
     "objective": "atlas_cli.registry",
 }
 

@@ -11,6 +11,7 @@ Nothing here imports torch, and neither may a module that a registry names.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from atlas_cli.errors import AtlasError, UsageError, nearest
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from atlas_cli.core.granularity import Layout
     from atlas_cli.merge_methods.method import MergeMethod
 
 GROUP = "atlas.plugins"
@@ -148,6 +150,65 @@ def late(module: str) -> Any:
     return _LateModule(module)
 
 
+# Granularities, whose names may have a parameter -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """What shares a coefficient. `layout` takes the shapes of the blocks by their names.
+
+    With a `parameter`, such as the K of partition:K, it also takes the text that a recipe has in
+    its place, which `pattern` matches, and the seed of the run.
+    """
+
+    name: str
+    layout: Callable[..., Layout]
+    parameter: str
+    pattern: str
+
+    @property
+    def label(self) -> str:
+        """The name as messages show it."""
+        return f"{self.name}:{self.parameter}" if self.parameter else self.name
+
+    @property
+    def expression(self) -> str:
+        """A regular expression for what a recipe may say."""
+        return f"{self.name}:{self.pattern}" if self.parameter else self.name
+
+
+def granularity(
+    name: str, *, parameter: str = "", pattern: str = "[1-9][0-9]{0,4}"
+) -> Callable[[Function], Function]:
+    """Register a function as a granularity: layout(shapes), or layout(shapes, text, seed).
+
+    The second form is for one with a `parameter`, whose text the recipe has after a colon.
+    """
+
+    def register(function: Function) -> Function:
+        GRANULARITIES.add(name, Granularity(name, function, parameter, pattern), function)
+        return function
+
+    return register
+
+
+def find_granularity(text: str) -> Granularity | None:
+    """The granularity that a recipe names, with its parameter if it has one."""
+    found = GRANULARITIES.get(text.partition(":")[0])
+    return found if found and re.fullmatch(found.expression, text) else None
+
+
+def granularity_labels() -> str:
+    """All granularities in words: block, vector, qkv or partition:K."""
+    *some, last = (one.label for one in GRANULARITIES.values())
+    return f"{', '.join(some)} or {last}"
+
+
+def granularity_pattern() -> str:
+    """A regular expression for all granularities, as JSON Schema takes it."""
+    return f"^({'|'.join(one.expression for one in GRANULARITIES.values())})$"
+
+
 # The registries -------------------------------------------------------------------------------
 
 
@@ -169,6 +230,7 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.spectral",
     "atlas_cli.merge_methods.learned",
 )
+GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
 OBJECTIVES: Registry[Registered] = Registry("objective")
 DATASET_KINDS: Registry[Registered] = Registry(
     "kind of dataset", "atlas_cli.datasets.folders", "atlas_cli.datasets.builtin"

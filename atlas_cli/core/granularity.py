@@ -7,10 +7,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from atlas_cli.errors import UsageError
+from atlas_cli.registry import find_granularity, granularity, granularity_labels, late
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = late("torch")
 
 Shapes = Mapping[str, tuple[int, ...]]
 _FUSED = re.compile(r"\.attn\.in_proj_(weight|bias)$")
@@ -44,23 +49,25 @@ class Layout:
     placements: Mapping[str, Placement]
 
 
-def choose_layout(
-    shapes: Shapes, granularity: str, groups: Sequence[str] = (), seed: int = 0
-) -> Layout:
-    """The layout of a granularity: block, vector, qkv or partition:K; or of groups by pattern."""
+def choose_layout(shapes: Shapes, name: str, groups: Sequence[str] = (), seed: int = 0) -> Layout:
+    """The layout of a granularity by its name, such as block or partition:3; or that of groups."""
     if groups:
         return by_pattern(shapes, groups)
-    kind, _, parts = granularity.partition(":")
-    if kind == "partition":
-        return by_partition(shapes, int(parts), seed)
-    return {"block": by_block, "vector": by_vector, "qkv": by_qkv}[kind](shapes)
+    found = find_granularity(name)
+    if found is None:
+        raise UsageError(f"granularity: expected {granularity_labels()}, found {name!r}")
+    if found.parameter:
+        return found.layout(shapes, name.partition(":")[2], seed)
+    return found.layout(shapes)
 
 
+@granularity("block")
 def by_block(shapes: Shapes) -> Layout:
     """One coefficient per vector and block: the paper's choice."""
     return by_group(shapes, {name: name for name in shapes})
 
 
+@granularity("vector")
 def by_vector(shapes: Shapes) -> Layout:
     """One coefficient per vector, for all of its blocks."""
     return by_group(shapes, dict.fromkeys(shapes, "all"))
@@ -80,8 +87,8 @@ def by_group(shapes: Shapes, group_of: Mapping[str, str]) -> Layout:
 def by_pattern(shapes: Shapes, patterns: Sequence[str]) -> Layout:
     """Blocks are grouped by the first regular expression that is found in their names.
 
-    A pattern with groups makes one group of blocks for every text its groups match; a block that
-    no pattern is found in stands alone.
+    A pattern with groups makes one group of blocks for every text that its groups match. A block
+    that no pattern matches has a group of its own.
     """
     group_of = {}
     for name in shapes:
@@ -91,6 +98,7 @@ def by_pattern(shapes: Shapes, patterns: Sequence[str]) -> Layout:
     return by_group(shapes, group_of)
 
 
+@granularity("qkv")
 def by_qkv(shapes: Shapes) -> Layout:
     """As by_block, with three coefficients for the stacked query, key and value projections."""
     labels: list[str] = []
@@ -103,6 +111,11 @@ def by_qkv(shapes: Shapes) -> Layout:
         placements[name] = Segments(bounds, columns)
         labels += names
     return Layout(tuple(labels), placements)
+
+
+@granularity("partition", parameter="K")
+def _by_named_partition(shapes: Shapes, parts: str, seed: int) -> Layout:
+    return by_partition(shapes, int(parts), seed)
 
 
 def by_partition(shapes: Shapes, parts: int, seed: int) -> Layout:
@@ -125,7 +138,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def indices(placement: Scattered, size: int) -> torch.Tensor:
-    """The part of every element, as small integers: one tensor per block, no masks."""
+    """The part of every element, as small integers: one tensor per block instead of masks."""
     generator = torch.Generator().manual_seed(placement.seed)
     drawn = torch.randint(placement.parts, (size,), generator=generator)
     return drawn.to(torch.int16 if placement.parts <= 2**15 else torch.int32)
