@@ -289,17 +289,26 @@ def show_growth(found: Found, plot: Path | None) -> None:
 
 
 def draw(found: Found, kinds: tuple[str, ...], path: Path) -> None:
-    import matplotlib.pyplot as plt
+    import altair as alt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, key, unit in zip(axes, ("seconds", "megabytes"), ("s", "MB"), strict=True):
-        for kind in kinds:
-            counts = [count for count in GROWTH if (kind, count) in found]
-            axis.plot(counts, [found[kind, count][key] for count in counts], "o-", label=kind)
-        axis.set(xlabel="vectors", ylabel=f"step, {unit}", xscale="log", ylim=(0, None))
-        axis.set_xticks(GROWTH, map(str, GROWTH))
-    axes[0].legend()
-    figure.savefig(path)
+    points = [
+        {"vectors": count, "kind": kind, **found[kind, count]}
+        for kind in kinds
+        for count in GROWTH
+        if (kind, count) in found
+    ]
+    axis = alt.Axis(values=list(GROWTH), format="d", grid=False)
+    lines = alt.Chart(alt.Data(values=points), width=300, height=220).mark_line(point=True)
+    across = alt.X("vectors:Q", scale=alt.Scale(type="log"), axis=axis)
+    panels = [
+        lines.encode(
+            across,
+            alt.Y(f"{key}:Q", title=f"step, {unit}"),
+            alt.Color("kind:N", sort=list(kinds), title=None),
+        )
+        for key, unit in (("seconds", "s"), ("megabytes", "MB"))
+    ]
+    alt.hconcat(*panels).save(path, scale_factor=2)
 
 
 def main() -> None:

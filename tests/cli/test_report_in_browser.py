@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +16,97 @@ import pytest
 from learned_runs import learn, write_world
 
 CHROMIUM = os.environ.get("ATLAS_CHROMIUM")  # where it is set, a test that cannot run fails
-FOUND = CHROMIUM or shutil.which("chromium") or ""
-DRIVER = shutil.which("chromedriver", path=f"{Path(FOUND).parent}:{os.environ['PATH']}")
-
-if not CHROMIUM:
-    for module in ("altair", "vl_convert", "selenium"):
-        pytest.importorskip(module)
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM and not (FOUND and DRIVER),
-    reason="ATLAS_CHROMIUM names no Chromium, and chromium with chromedriver is not on the path",
-)
+# Names of browsers, and of the program by which selenium drives them.
+DRIVERS = {
+    "chromium": "chromedriver",
+    "chromium-browser": "chromedriver",
+    "google-chrome": "chromedriver",
+    "google-chrome-stable": "chromedriver",
+    "chrome": "chromedriver",
+    "firefox": "geckodriver",
+    "firefox-esr": "geckodriver",
+}
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     "--disable-dev-shm-usage",
 )
 DRAWN = "return document.documentElement.dataset.drawn === 'yes'"
+FETCHED = "return performance.getEntriesByType('resource').map(entry => entry.name)"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two runs, and the page of both beside them."""
-    from atlas_cli.cli.app import main
+@dataclass(frozen=True)
+class Browser:
+    program: str
+    driver: str
 
-    root = tmp_path_factory.mktemp("report")
-    world = write_world(root / "world")
-    found = [
-        learn(world, "fit", root / "fit"),
-        learn(world, "tta", root / "tta", "--select", "last"),
-    ]
-    assert main(["report", *map(str, found), "-o", str(root / "report.html")]) == 0
-    return found
+    @property
+    def is_chromium(self) -> bool:
+        return "geckodriver" not in Path(self.driver).name
 
 
-@pytest.fixture(scope="module")
-def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The report, opened and drawn."""
+def find_browser() -> Browser | None:
+    """The browser that ATLAS_CHROMIUM names, or the first on the path that has its driver."""
+    for name, driver in {CHROMIUM: "chromedriver"}.items() if CHROMIUM else DRIVERS.items():
+        if program := shutil.which(name):
+            places = f"{Path(program).parent}:{os.environ['PATH']}"
+            if found := shutil.which(driver, path=places):
+                return Browser(program, found)
+    return None
+
+
+@contextmanager
+def opened(browser: Browser, page: Path, profile: Path) -> Iterator[Any]:
+    """The page in a browser without a window, with all charts drawn."""
     from selenium import webdriver
     from selenium.webdriver.support.ui import WebDriverWait
 
-    assert DRIVER, "there is no chromedriver beside Chromium"
-    options = webdriver.ChromeOptions()
-    options.binary_location = FOUND
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    if browser.is_chromium:
+        options: Any = webdriver.ChromeOptions()
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        service: Any = webdriver.ChromeService(browser.driver)
+        start: Any = webdriver.Chrome
+    else:
+        options = webdriver.FirefoxOptions()
+        options.add_argument("-headless")
+        service, start = webdriver.FirefoxService(browser.driver), webdriver.Firefox
+    options.binary_location = browser.program
+    window = start(options, service)
     try:
-        browser.get((runs[0].parent / "report.html").as_uri())
-        WebDriverWait(browser, 60).until(lambda b: b.execute_script(DRAWN))
-        yield browser
+        window.get(page.as_uri())
+        WebDriverWait(window, 60).until(lambda w: w.execute_script(DRAWN))
+        yield window
     finally:
-        browser.quit()
+        window.quit()
+
+
+def test_a_browser_shows_the_report(call, tmp_path: Path):
+    browser = find_browser()
+    missing = [name for name in ("altair", "vl_convert", "selenium") if not find_spec(name)]
+    if browser is None or missing:
+        reason = f"not installed: {', '.join(missing) or 'a browser with its driver'}"
+        assert not CHROMIUM, f"ATLAS_CHROMIUM is set, but {reason}"
+        pytest.skip(f"{reason}; chromium with chromedriver or firefox with geckodriver will do")
+    world = write_world(tmp_path / "world")
+    runs = [
+        learn(world, "fit", tmp_path / "fit"),
+        learn(world, "tta", tmp_path / "tta", "--select", "last"),
+    ]
+    report = tmp_path / "report.html"
+    assert call("report", *runs, "-o", report).code == 0
+    with opened(browser, report, tmp_path / "profile") as page:
+        assert page.execute_script(FETCHED) == []
+        every_chart_is_drawn(page)
+        tables_hold_the_numbers_of_the_metrics(page, runs)
+        the_table_of_runs_compares_them(page, runs)
+        hovering_a_cell_shows_vector_block_and_value(page, runs)
+        a_click_on_a_head_sorts_and_a_second_one_turns_it(page)
+        if browser.is_chromium:  # its driver reads the console and the network, and has phones
+            nothing_is_fetched_and_nothing_is_said_on_the_console(page)
+            a_phone_shows_it_without_scrolling_sideways(page, dark=False)
+            a_phone_shows_it_without_scrolling_sideways(page, dark=True)
 
 
 def cells(page: Any, label: str, number: int = 0) -> list[list[str]]:
@@ -78,38 +120,29 @@ def cells(page: Any, label: str, number: int = 0) -> list[list[str]]:
     )
 
 
-def test_nothing_is_fetched_and_nothing_is_said_on_the_console(page):
-    assert page.get_log("browser") == []
-    messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
-    sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    mine = [request for request in sent if request["documentURL"] == page.current_url]
-    addresses = [request["request"]["url"] for request in mine]
-    assert addresses  # the measurement itself works
-    assert {address.partition(":")[0] for address in addresses} <= {"file", "data"}
-
-
-def test_every_chart_is_drawn(page):
+def every_chart_is_drawn(page: Any) -> None:
     figures = page.find_elements("css selector", "figure.chart")
     assert len(figures) > 20
     assert all(figure.find_elements("css selector", "svg") for figure in figures)
 
 
-@pytest.mark.parametrize(("number", "measure"), [(0, "accuracy"), (1, "agreement")])
-def test_the_tables_hold_the_numbers_of_the_metrics(page, runs, number: int, measure: str):
-    rows = [json.loads(line) for line in (runs[number] / "metrics.jsonl").read_text().splitlines()]
-    keys = ("stage", "number", "epoch", "loss", measure, "rate")
-    wanted = [[row[k] if k == "stage" else f"{row[k]:.6g}" for k in keys] for row in rows]
-    assert cells(page, "metrics", number) == wanted
+def tables_hold_the_numbers_of_the_metrics(page: Any, runs: list[Path]) -> None:
+    for number, measure in enumerate(("accuracy", "agreement")):
+        lines = (runs[number] / "metrics.jsonl").read_text().splitlines()
+        keys = ("stage", "number", "epoch", "loss", measure, "rate")
+        rows = [json.loads(line) for line in lines]
+        wanted = [[row[k] if k == "stage" else f"{row[k]:.6g}" for k in keys] for row in rows]
+        assert cells(page, "metrics", number) == wanted
 
 
-def test_the_table_of_runs_compares_them(page, runs):
+def the_table_of_runs_compares_them(page: Any, runs: list[Path]) -> None:
     result = json.loads((runs[0] / "result.json").read_text())
     fit, tta = cells(page, "runs")
     assert fit[2:4] == [f"{100 * result[key]:.2f} %" for key in ("zero_shot", "learned")]
     assert (fit[4], tta[4], tta[2:4]) == ("fit", "tta", ["", ""])
 
 
-def test_hovering_a_cell_shows_vector_block_and_value(page, runs):
+def hovering_a_cell_shows_vector_block_and_value(page: Any, runs: list[Path]) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -127,7 +160,7 @@ def test_hovering_a_cell_shows_vector_block_and_value(page, runs):
     assert shown == ["vector", "<cars>", "block", block, "coefficient", value]
 
 
-def test_a_click_on_a_head_sorts_by_numbers_and_a_second_one_turns_it(page):
+def a_click_on_a_head_sorts_and_a_second_one_turns_it(page: Any) -> None:
     head = page.find_element("css selector", "table[aria-label='vectors'] th:nth-child(3) button")
     before = [float(row[2]) for row in cells(page, "vectors")]
     head.click()
@@ -136,19 +169,27 @@ def test_a_click_on_a_head_sorts_by_numbers_and_a_second_one_turns_it(page):
     assert [float(row[2]) for row in cells(page, "vectors")] == sorted(before, reverse=True)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_scrolling_sideways_in_light_and_dark(page, scheme: str):
+def nothing_is_fetched_and_nothing_is_said_on_the_console(page: Any) -> None:
+    assert page.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    mine = [request for request in sent if request["documentURL"] == page.current_url]
+    addresses = [request["request"]["url"] for request in mine]
+    assert addresses  # the measurement itself works
+    assert {address.partition(":")[0] for address in addresses} <= {"file", "data"}
+
+
+def a_phone_shows_it_without_scrolling_sideways(page: Any, *, dark: bool) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     assert page.execute_script("return document.documentElement.scrollWidth") == 390
     ground, ink = page.execute_script(
         "const style = getComputedStyle(document.body);"
         "const text = getComputedStyle(document.querySelector('svg text'));"
         "return [style.backgroundColor, text.fill]"
     )
-    dark = {"light": False, "dark": True}[scheme]
     assert (brightness(ground) < 80, brightness(ink) > 170) == (dark, dark)
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
