@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -16,12 +17,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+import warm
 from PIL import Image
+
+TIMEOUT = 300  # seconds for another process; a busy machine may be ten times as slow as a quiet one
 
 # Small tensors gain nothing from several threads, and on a busy machine lose much to waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("HF_TOKEN", None)
+os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+# What atlas sets before it imports huggingface_hub, also in this process: see warm.py.
+os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_VERBOSITY": "error"}
+
+# The same examples in every run, however long each takes; -m slow tries more.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("slow", deadline=None, max_examples=200)
 
 TINY_CONFIG = {
     "embed_dim": 32,
@@ -41,6 +54,7 @@ TINY_CONFIG = {
         "layers": 1,
     },
 }
+_NUMBERS = itertools.count()
 HALF = {"size": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 
 
@@ -55,20 +69,28 @@ class Result:
         return self.err.splitlines()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("markexpr")
+    hypothesis.settings.load_profile("slow" if chosen == "slow" else "default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for caches: no test sees those of the user."""
+    folder = tmp_path_factory.mktemp("home")
+    os.environ["HF_HOME"] = str(folder / "hf")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def own_surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """No test sees the user's caches or the network."""
-    home = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("ATLAS_CACHE", str(home / "atlas"))
-    monkeypatch.setenv("HF_HOME", str(home / "hf"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
+def empty_cache(home: Path) -> None:
+    """Every test begins with nothing kept."""
+    os.environ["ATLAS_CACHE"] = str(home / f"cache{next(_NUMBERS)}")
 
 
 @pytest.fixture
 def run() -> Callable[..., Result]:
-    """Run atlas as a process of its own."""
+    """Run atlas as a process of its own; `before` is called in a new one, without a warm start."""
 
     def run_atlas(
         *arguments: str | Path,
@@ -77,12 +99,12 @@ def run() -> Callable[..., Result]:
         **environment: str,
     ) -> Result:
         done = subprocess.run(
-            [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+            [*(warm.COLD if before else warm.atlas()), *map(str, arguments)],
             input=stdin,
             capture_output=True,
             text=True,
             env=os.environ | environment,
-            timeout=300,
+            timeout=TIMEOUT,
             preexec_fn=before,
         )
         return Result(done.returncode, done.stdout, done.stderr)
@@ -98,7 +120,7 @@ def on_terminal() -> Callable[..., str]:
         reader, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         process = subprocess.Popen(
-            [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+            [*warm.atlas(), *map(str, arguments)],
             stdout=terminal,
             stderr=terminal,
             env=os.environ | {"TERM": "xterm"} | environment,
@@ -121,7 +143,13 @@ def run_python() -> Callable[..., str]:
 
     def run_code(code: str, *arguments: str, **environment: str) -> str:
         command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import TIMEOUT
+from warm import atlas
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -56,13 +59,13 @@ def blocks(page: Path) -> list[Block]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """That of the test, with an `atlas` and a `python` that are the ones being tested."""
     folder = tmp_path_factory.mktemp("bin")
-    for name, arguments in (("atlas", "-m atlas_cli "), ("python", "")):
+    for name, command in (("atlas", atlas()), ("python", [sys.executable])):
         script = folder / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         script.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PATH": path, "PYTHONPATH": packages, "HF_HUB_OFFLINE": "1"}
+    return os.environ | {"PATH": path, "PYTHONPATH": packages}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_the_commands_of_a_page_run_in_order(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT,
         )
         where = f"{page.name}, block at line {block.line}:\n{block.script}"
         assert done.returncode == 0, f"{where}\n{done.stderr}"

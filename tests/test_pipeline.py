@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_images, write_open_clip
+from conftest import TIMEOUT, write_images, write_open_clip
 from safetensors.torch import load_file, save_file
+from warm import COLD, atlas
 
-ATLAS = f"{sys.executable} -m atlas_cli"
 JSON = f"{sys.executable} -m json.tool"
 
 
-def bash(script: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", "-c", f"set -o pipefail; {script}"]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ)
+def bash(script: str, *, program: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell in which `atlas` is this program: the warm one, or another."""
+    definition = f'atlas() {{ {shlex.join(program or atlas())} "$@"; }}'
+    command = ["bash", "-c", f"set -o pipefail; {definition}; {script}"]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -39,7 +42,8 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_extract_inspect_and_a_json_reader(models: tuple[Path, Path], tmp_path: Path):
     base, tuned = models
-    done = bash(f"{ATLAS} extract {base} {tuned} -o - | {ATLAS} inspect - --json | {JSON}")
+    line = f"atlas extract {base} {tuned} -o - | atlas inspect - --json | {JSON}"
+    done = bash(line, program=COLD)
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr.replace("relative error", "")
     [vector] = json.loads(done.stdout)["vectors"]
@@ -59,7 +63,7 @@ def test_extract_inspect_and_a_json_reader(models: tuple[Path, Path], tmp_path: 
 @pytest.mark.parametrize("storage", ["--dtype fp16", "--dtype bf16", "--dtype int8", "--rank 2"])
 def test_every_storage_passes_through_the_pipe(models: tuple[Path, Path], storage: str):
     base, tuned = models
-    done = bash(f"{ATLAS} extract {base} {tuned} {storage} -q -o - | {ATLAS} inspect - --json")
+    done = bash(f"atlas extract {base} {tuned} {storage} -q -o - | atlas inspect - --json")
     assert (done.returncode, done.stderr) == (0, "")
     assert 0 < json.loads(done.stdout)["vectors"][0]["worst_error"] < 1
 
@@ -68,8 +72,8 @@ def test_scaling_by_minus_one_turns_a_vector_round(models: tuple[Path, Path], tm
     base, tuned = models
     file = tmp_path / "v.safetensors"
     done = bash(
-        f"{ATLAS} extract {base} {tuned} -q -o {file} && "
-        f"{ATLAS} extract {base} {tuned} -q --scale -1 -o - | {ATLAS} inspect {file} - --json"
+        f"atlas extract {base} {tuned} -q -o {file} && "
+        f"atlas extract {base} {tuned} -q --scale -1 -o - | atlas inspect {file} - --json"
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
@@ -79,7 +83,7 @@ def test_scaling_by_minus_one_turns_a_vector_round(models: tuple[Path, Path], tm
 
 def test_a_failure_upstream_is_no_result_downstream(models: tuple[Path, Path]):
     base, _ = models
-    done = bash(f"{ATLAS} extract {base} {base} -o - | {ATLAS} inspect - --json")
+    done = bash(f"atlas extract {base} {base} -o - | atlas inspect - --json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "atlas: error: stdin: is empty" in done.stderr.splitlines()
 
@@ -99,17 +103,17 @@ def test_a_pipe_from_folders_to_learned_coefficients(
     write_images(tmp_path / "shots", ("cat", "dog"), 3)
     write_images(tmp_path / "others", ("dog", "fish", "cat"), 2)
     done = bash(
-        f"cd {tmp_path} && {ATLAS} extract {base} {tuned} -o v/ && "
-        f"{ATLAS} {LEARNING[command]} --model {base} --vectors v/*.safetensors --epochs 1 "
-        f"--min-steps 2 --batch-size 4 | tee learned.yaml | {ATLAS} inspect - --json"
+        f"cd {tmp_path} && atlas extract {base} {tuned} -o v/ && "
+        f"atlas {LEARNING[command]} --model {base} --vectors v/*.safetensors --epochs 1 "
+        f"--min-steps 2 --batch-size 4 | tee learned.yaml | atlas inspect - --json"
     )
     # With nothing to forget, negate fails after it has printed zeros.
     assert done.returncode == 0 or "nothing lowered" in done.stderr, done.stderr
     found = json.loads(done.stdout.partition("\n")[2])
     assert [row["vector"] for row in found["summary"]] == ["tuned"]
-    again = bash(f"{ATLAS} inspect {tmp_path}/learned.yaml --json")
+    again = bash(f"atlas inspect {tmp_path}/learned.yaml --json")
     assert json.loads(again.stdout) == found
-    rows = bash(f"{ATLAS} inspect {tmp_path}/learned.yaml")
+    rows = bash(f"atlas inspect {tmp_path}/learned.yaml")
     assert rows.stdout.splitlines()[0] == "vector,block,coefficient"
 
 
@@ -118,10 +122,10 @@ def test_learned_coefficients_become_a_model_that_is_evaluated_in_one_line(tmp_p
 
     write_moved_tiny(tmp_path / "v" / "moved.safetensors", seed=1)
     done = bash(
-        f"cd {tmp_path} && {ATLAS} draw builtin:digits -o digits --shots 2 -q > /dev/null && "
-        f"{ATLAS} fit digits --model builtin:tiny --vectors v/*.safetensors --epochs 1 "
-        f"--min-steps 2 --batch-size 8 -q | {ATLAS} merge - -o merged && "
-        f"{ATLAS} eval builtin:tiny merged --data builtin:digits --shots 5"
+        f"cd {tmp_path} && atlas draw builtin:digits -o digits --shots 2 -q > /dev/null && "
+        f"atlas fit digits --model builtin:tiny --vectors v/*.safetensors --epochs 1 "
+        f"--min-steps 2 --batch-size 8 -q | atlas merge - -o merged && "
+        f"atlas eval builtin:tiny merged --data builtin:digits --shots 5"
     )
     assert done.returncode == 0, done.stderr
     path, columns, *rows = done.stdout.splitlines()
@@ -133,6 +137,6 @@ def test_a_plan_goes_to_a_json_reader(models: tuple[Path, Path], tmp_path: Path)
     recipe = tmp_path / "r.yaml"
     entries = [{"model": str(model), "parameters": {"weight": 1}} for model in models]
     recipe.write_text(json.dumps({"merge_method": "linear", "models": entries}))
-    done = bash(f"{ATLAS} merge {recipe} --dry-run --json | {JSON}")
+    done = bash(f"atlas merge {recipe} --dry-run --json | {JSON}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["files"][0]["file"] == "open_clip_model.safetensors"

@@ -7,81 +7,69 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from imports import HEAVY, outcomes
 
-HEAVY = (
-    *("torch", "open_clip", "transformers", "numpy", "torchvision", "PIL", "safetensors"),
-    *("altair", "vl_convert"),
-)
+LINES: list[tuple[list[str], int]] = [
+    (["--help"], 0),
+    (["--version"], 0),
+    (["eval", "--help"], 0),
+    (["draw", "--help"], 0),
+    (["evla"], 2),
+    (["eval", "builtin:tiny", "--dtaa", "x"], 2),
+    (["eval", "builtin:tiny"], 2),
+    (["eval", "builtin:tiny", "--data", "builtin:digit"], 2),
+    (["eval", "builtin:tny", "--data", "builtin:digits"], 2),
+    (["eval", "ViT-B-32/openia", "--data", "builtin:digits"], 2),
+    (["eval", "x.safetensors", "--data", "builtin:digits"], 2),
+    (["eval", "builtin:tiny", "--data", "builtin:digits", "--arch", "ViT-B-31"], 2),
+    (["eval", "builtin:tiny", "--data", "builtin:digits", "--device", "gpu"], 2),
+    (["eval", "builtin:tiny", "--data", "nowhere/"], 2),
+    (["eval", "missing.yaml"], 2),
+    (["finetune", "--help"], 0),
+    (["finetune", "builtin:digits", "--model", "builtin:tiny"], 2),
+    (["inspect", "--help"], 0),
+    (["report", "--help"], 0),
+    (["report", "nowhere", "-o", "report.html"], 2),
+    (["merge", "--help"], 0),
+    (["merge", "--schema"], 0),
+    (["merge", "missing.yaml", "-o", "out"], 2),
+    (["eval", "builtin:tiny", "--data", "builtin:digits", "--template", "no place"], 2),
+]
+RECIPES = [
+    "modles: [a]\n",
+    "models: builtin:tiny\ndata: [builtin:digits]\n",
+    "models: [",
+    "[]",
+    "a: 1\na: 2",
+]
 
 
-def imported(arguments: list[str], stdin: str = "") -> tuple[int, set[str]]:
-    """The exit code and the top-level modules imported by one run of atlas."""
+def test_help_and_mistakes_cost_no_heavy_import():
+    found = outcomes([line for line, _ in LINES])
+    for (line, code), outcome in zip(LINES, found, strict=True):
+        assert (outcome.code, outcome.heavy) == (code, []), (line, outcome)
+
+
+def test_a_recipe_with_an_error_costs_no_heavy_import():
+    found = outcomes({recipe: ["eval", "-"] for recipe in RECIPES})
+    for recipe, outcome in zip(RECIPES, found, strict=True):
+        assert (outcome.code, outcome.heavy) == (2, []), (recipe, outcome)
+
+
+def test_a_folder_without_images_costs_no_heavy_import(tmp_path: Path):
+    [outcome] = outcomes([["eval", "builtin:tiny", "--data", str(tmp_path)]])
+    assert (outcome.code, outcome.heavy) == (1, [])
+
+
+def test_the_program_itself_imports_nothing_heavy():
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "atlas_cli", *arguments],
-        input=stdin,
+        [sys.executable, "-X", "importtime", "-m", "atlas_cli", "--help"],
         capture_output=True,
         text=True,
         env=os.environ,
     )
+    assert done.returncode == 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     names = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert "typer" in names  # the measurement itself works
-    return done.returncode, names
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["--version"], 0),
-        (["eval", "--help"], 0),
-        (["draw", "--help"], 0),
-        (["evla"], 2),
-        (["eval", "builtin:tiny", "--dtaa", "x"], 2),
-        (["eval", "builtin:tiny"], 2),
-        (["eval", "builtin:tiny", "--data", "builtin:digit"], 2),
-        (["eval", "builtin:tny", "--data", "builtin:digits"], 2),
-        (["eval", "ViT-B-32/openia", "--data", "builtin:digits"], 2),
-        (["eval", "x.safetensors", "--data", "builtin:digits"], 2),
-        (["eval", "builtin:tiny", "--data", "builtin:digits", "--arch", "ViT-B-31"], 2),
-        (["eval", "builtin:tiny", "--data", "builtin:digits", "--device", "gpu"], 2),
-        (["eval", "builtin:tiny", "--data", "nowhere/"], 2),
-        (["eval", "missing.yaml"], 2),
-        (["finetune", "--help"], 0),
-        (["finetune", "builtin:digits", "--model", "builtin:tiny"], 2),
-        (["inspect", "--help"], 0),
-        (["report", "--help"], 0),
-        (["report", "nowhere", "-o", "report.html"], 2),
-        (["merge", "--help"], 0),
-        (["merge", "--schema"], 0),
-        (["merge", "missing.yaml", "-o", "out"], 2),
-        (["eval", "builtin:tiny", "--data", "builtin:digits", "--template", "no place"], 2),
-    ],
-)
-def test_help_and_mistakes_cost_no_heavy_import(arguments: list[str], code: int):
-    found, names = imported(arguments)
-    assert found == code
-    assert not names & set(HEAVY)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "modles: [a]\n",
-        "models: builtin:tiny\ndata: [builtin:digits]\n",
-        "models: [",
-        "[]",
-        "a: 1\na: 2",
-    ],
-)
-def test_a_recipe_with_an_error_costs_no_heavy_import(recipe: str):
-    code, names = imported(["eval", "-"], stdin=recipe)
-    assert code == 2
-    assert not names & set(HEAVY)
-
-
-def test_a_folder_without_images_costs_no_heavy_import(tmp_path: Path):
-    code, names = imported(["eval", "builtin:tiny", "--data", str(tmp_path)])
-    assert code == 1
-    assert not names & set(HEAVY)
+    assert not names & HEAVY

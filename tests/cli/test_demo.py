@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from warm import atlas
 
 from atlas_cli.cli.demo_story import TALES, chapters, identity, table
 
-ATLAS = [sys.executable, "-m", "atlas_cli"]
 COMMANDS = {"extract", "negate", "add", "fit", "tta", "merge", "eval"}
 
 
@@ -58,7 +57,7 @@ def test_the_table_holds_what_eval_printed() -> None:
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ATLAS, "demo", *arguments], cwd=cwd, capture_output=True, text=True)
+    return subprocess.run([*atlas(), "demo", *arguments], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_a_command_that_fails_ends_the_story_with_its_own_words(tmp_path: Path) 
 
 
 def test_a_kill_ends_the_commands_that_run(tmp_path: Path) -> None:
-    process = subprocess.Popen([*ATLAS, "demo", "-o", "d"], cwd=tmp_path, stdout=-3, stderr=-3)
+    process = subprocess.Popen([*atlas(), "demo", "-o", "d"], cwd=tmp_path, stdout=-3, stderr=-3)
     deadline = time.monotonic() + 120
     while not (tmp_path / "d" / "signs" / "config.json").exists():  # fine-tuning is under way
         assert time.monotonic() < deadline
@@ -140,7 +139,7 @@ def working_in(folder: Path) -> list[str]:
 def test_killed_and_run_again_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
     whole = run("-o", "whole", "--json", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    command = [*ATLAS, "demo", "-o", "killed", "--json"]
+    command = [*atlas(), "demo", "-o", "killed", "--json"]
     for seconds in (25, 40):
         process = subprocess.Popen(command, cwd=tmp_path, stdout=-3, stderr=-3)
         time.sleep(seconds)

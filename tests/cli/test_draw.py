@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from warm import atlas
 
 from atlas_cli.datasets import builtin
 from atlas_cli.datasets.dataset import few_shot, open_dataset
@@ -54,7 +54,7 @@ def test_an_existing_folder_is_left_alone(call, photos: Path):
 
 def test_an_interrupted_drawing_leaves_nothing(tmp_path: Path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "atlas_cli", "draw", "builtin:digits", "-o", f"{tmp_path}/x"],
+        [*atlas(), "draw", "builtin:digits", "-o", f"{tmp_path}/x"],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ,

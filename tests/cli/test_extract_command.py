@@ -8,7 +8,6 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import pytest
 import torch
 from conftest import write_open_clip
 from hostile import HOSTILE, MARKER
+from imports import outcomes
 from safetensors.torch import load_file, save_file
-from test_startup import HEAVY, imported
+from warm import atlas
 
 from atlas_cli.sources.references import builtin_model
 from atlas_cli.vectors.format import open_vector
@@ -44,7 +44,7 @@ def tuned(tmp_path: Path) -> Path:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "atlas_cli", *map(str, arguments)]
+    return [*atlas(), *map(str, arguments)]
 
 
 # What is written where ------------------------------------------------------------------------
@@ -225,14 +225,15 @@ def test_a_bad_command_line(call, arguments: list[str], message: str):
 
 
 def test_a_bad_command_line_costs_no_heavy_import():
-    for extra in (["--dtype", "fp61"], ["--rank", "4", "--energy", "1"], ["builtin:tyni"]):
-        code, names = imported(["extract", TINY, TINY, "-o", "x.safetensors", *extra])
-        assert code == 2
-        assert not names & set(HEAVY)
-    code, names = imported(["extract", TINY, TINY, "-o", "/nowhere/at/all/x.safetensors"])
-    assert code == 1
-    assert not names & set(HEAVY)
-    assert imported(["extract", "--help"])[0] == 0
+    mistakes = (["--dtype", "fp61"], ["--rank", "4", "--energy", "1"], ["builtin:tyni"])
+    given = [["extract", TINY, TINY, "-o", "x.safetensors", *extra] for extra in mistakes]
+    given += [["extract", TINY, TINY, "-o", "/nowhere/at/all/x.safetensors"], ["extract", "--help"]]
+    found = outcomes(given)
+    assert [(outcome.code, outcome.heavy) for outcome in found] == [
+        *[(2, [])] * len(mistakes),
+        (1, []),
+        (0, []),
+    ]
 
 
 def test_a_base_of_unknown_architecture_needs_its_name(call, tuned: Path, tmp_path: Path):
@@ -388,9 +389,10 @@ KILLED = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from atlas_cli.bases import open_base
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to
-from atlas_cli.sources import locate, parse_reference
 
 base, tuned = (locate(parse_reference(name)) for name in sys.argv[1:3])
 path, times = Path(sys.argv[3]), int(sys.argv[4])

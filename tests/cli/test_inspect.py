@@ -9,17 +9,17 @@ import math
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from imports import outcomes
 from makers import FORMS, LAYER, MLP, lora, random_values, rewrite_header, write_vector
 from safetensors.torch import save_file
-from test_startup import HEAVY, imported
-
-ATLAS = [sys.executable, "-m", "atlas_cli"]
+from warm import atlas
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def on_a_terminal(*arguments: str | Path) -> str:
     """What a person sees in a terminal of 100 columns."""
     reader, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*ATLAS, *map(str, arguments)],
+        [*atlas(), *map(str, arguments)],
         stdout=terminal,
         env=os.environ | {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "100"},
     )
@@ -167,7 +167,7 @@ def test_a_person_sees_several_vectors_side_by_side(tmp_path: Path, digits: Path
 
 def test_a_vector_from_a_pipe(call, digits: Path):
     with digits.open("rb") as file:
-        done = subprocess.run([*ATLAS, "inspect", "-", "--json"], stdin=file, capture_output=True)
+        done = subprocess.run([*atlas(), "inspect", "-", "--json"], stdin=file, capture_output=True)
     found = json.loads(done.stdout)["vectors"][0]
     wanted = json.loads(call("inspect", digits, "--json").out)["vectors"][0]
     assert found == wanted | {"file": "-"}
@@ -183,7 +183,7 @@ def test_a_vector_from_a_pipe(call, digits: Path):
 )
 def test_a_pipe_that_gives_no_vector(digits: Path, content: bytes | None, message: str):
     given = digits.read_bytes()[:-9] if content is None else content
-    done = subprocess.run([*ATLAS, "inspect", "-"], input=given, capture_output=True)
+    done = subprocess.run([*atlas(), "inspect", "-"], input=given, capture_output=True)
     lines = done.stderr.decode().splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (1, b"", 1)
     assert message in lines[0]
@@ -192,13 +192,13 @@ def test_a_pipe_that_gives_no_vector(digits: Path, content: bytes | None, messag
 def test_a_model_from_a_pipe_is_refused(tmp_path: Path):
     save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     given = (tmp_path / "m.safetensors").read_bytes()
-    done = subprocess.run([*ATLAS, "inspect", "-"], input=given, capture_output=True, text=False)
+    done = subprocess.run([*atlas(), "inspect", "-"], input=given, capture_output=True, text=False)
     assert done.returncode == 1
     assert done.stderr.startswith(b"atlas: error: stdin: is not a task vector")
 
 
 def test_a_folder_for_temporary_files_that_is_full(digits: Path):
-    limited = f"ulimit -f 1; {' '.join(ATLAS)} inspect - < {digits}"  # blocks of 1024 bytes
+    limited = f"ulimit -f 1; {shlex.join(atlas())} inspect - < {digits}"  # blocks of 1024 bytes
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("atlas: error: stdin: cannot be kept in ")
@@ -208,7 +208,7 @@ def test_a_folder_for_temporary_files_that_is_full(digits: Path):
 def test_a_closed_stdout(digits: Path):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [*ATLAS, "inspect", str(digits)]
+    command = [*atlas(), "inspect", str(digits)]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     line = "atlas: error: stdout was closed before everything was written\n"
@@ -218,9 +218,8 @@ def test_a_closed_stdout(digits: Path):
 # Mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_and_help_cost_no_heavy_import():
+    mistakes: list[tuple[list[str], str]] = [
         (["missing.safetensors"], "no such file: missing.safetensors"),
         (["vectors/missing.safetensors"], "no such file: vectors/missing.safetensors"),
         (["./missing"], "no such file or folder: ./missing"),
@@ -234,21 +233,14 @@ def test_a_closed_stdout(digits: Path):
         (["builtin:tiny", "--plot", "nowhere/x.png"], "no such folder: nowhere"),
         (["builtin:tiny", "--jsn"], "did you mean '--json'?"),
         ([], "Missing argument"),
-    ],
-)
-def test_mistakes_cost_no_heavy_import(call, arguments: list[str], message: str):
-    result = call("inspect", *arguments)
-    assert (result.code, result.out, len(result.error_lines)) == (2, "", 1)
-    assert message in result.err
-    code, names = imported(["inspect", *arguments])
-    assert code == 2
-    assert not names & set(HEAVY)
-
-
-def test_help_costs_no_heavy_import():
-    code, names = imported(["inspect", "--help"])
-    assert code == 0
-    assert not names & set(HEAVY)
+    ]
+    given = [["inspect", *arguments] for arguments, _ in mistakes]
+    *found, helped = outcomes([*given, ["inspect", "--help"]])
+    for (_, message), outcome in zip(mistakes, found, strict=True):
+        assert (outcome.code, outcome.heavy) == (2, []), outcome
+        assert message in outcome.err
+        assert outcome.err.count("\n") == 1
+    assert (helped.code, helped.heavy) == (0, [])
 
 
 def test_vectors_of_different_bases(call, digits: Path, tmp_path: Path):

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from conftest import Result, write_images, write_open_clip
 from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from warm import atlas
 
 QUICK = ("--batch-size", "6", "--min-steps", "2", "--epochs", "2", "--quiet")
 CLASSES = ("cat", "dog", "fish")
@@ -73,7 +73,7 @@ def arguments(world: Path, *more: str | Path, command: str = "fit") -> list[str]
 
 
 def start(*given: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "atlas_cli", *map(str, given)]
+    command = [*atlas(), *map(str, given)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ)
 

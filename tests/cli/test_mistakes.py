@@ -7,21 +7,22 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_images
+from conftest import TIMEOUT, write_images
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from warm import COLD, atlas
 
 DIGITS = ("--data", "builtin:digits", "--shots", "1")
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "atlas_cli", *map(str, arguments)]
+    return [*atlas(), *map(str, arguments)]
 
 
 def test_a_missing_path(run):
@@ -136,21 +137,37 @@ def test_a_full_disk_behind_stdout():
     assert (done.returncode, done.stderr) == (1, line)
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.4, 1.5, 4.0])
-def test_ctrl_c(delay: float):
+def children_of(parent: int) -> list[str]:
+    """The processes that a process has begun and that are still there."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(status.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("moment", ["at once", "importing", "working"])
+def test_ctrl_c(moment: str):
     """A real interrupt to the whole process group, as a terminal sends it."""
+    given = ("eval", *["builtin:tiny"] * 20, "--data", "builtin:all", "--workers", "2")
     process = subprocess.Popen(
-        command("eval", *["builtin:tiny"] * 20, "--data", "builtin:all", "--workers", "2"),
+        [*COLD, *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env=os.environ,
     )
-    time.sleep(delay)
+    loaded = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and (
+        (moment == "importing" and "libtorch" not in loaded.read_text())
+        or (moment == "working" and len(children_of(process.pid)) < 2)
+    ):
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    if delay < 0.2:  # the interpreter itself may not have started yet
+    out, err = process.communicate(timeout=TIMEOUT)
+    if moment == "at once":  # the interpreter itself may not have started yet
         assert process.returncode in (130, -signal.SIGINT, 1)
         return
     assert (process.returncode, out, err) == (130, "", "atlas: interrupted\n")

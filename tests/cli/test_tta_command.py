@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from conftest import Result, write_open_clip
 from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
 from safetensors.torch import load_file
+from warm import atlas
 
 CLASSES = ("cat", "dog", "fish")
 QUICK = ("--batch-size", "8", "--epochs", "2", "--quiet")
@@ -273,7 +273,7 @@ def paths_of(world: Path) -> list[str]:
 
 def start(*given: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "atlas_cli", *given]
+    command = [*atlas(), *given]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -346,7 +346,7 @@ def test_an_interrupt_while_waiting_keeps_what_was_learned(world, tmp_path):
 def test_a_killed_run_goes_on_to_the_same_bytes(run, world, tmp_path):
     given = arguments(world, world / "photos", *MOVED, "--epochs", "40")
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "atlas_cli", *given, "-o", str(folder)]
+    command = [*atlas(), *given, "-o", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (folder / "state.safetensors").exists():
         assert process.poll() is None

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from merge_runs import digests, linear, llama, write_model, write_recipe
+from warm import atlas
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.merging.staging import StagingFolder, check_space, check_target
@@ -34,7 +34,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(recipe: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "atlas_cli", "merge", str(recipe), "-o", "out", "-q"]
+    command = [*atlas(), "merge", str(recipe), "-o", "out", "-q"]
     return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -155,9 +155,7 @@ def test_a_system_without_file_locks_and_positioned_writes_merges_too(run_python
         "os.chdir(sys.argv[1]); sys.exit(main(['merge', 'r.yaml', '-o', sys.argv[2]]))"
     )
     assert run_python(code, str(tmp_path), "bare") == "bare\n"
-    process = subprocess.run(
-        [sys.executable, "-m", "atlas_cli", "merge", str(recipe), "-o", "usual"], cwd=tmp_path
-    )
+    process = subprocess.run([*atlas(), "merge", str(recipe), "-o", "usual"], cwd=tmp_path)
     assert process.returncode == 0
     assert digests(tmp_path / "bare") == digests(tmp_path / "usual")
 
