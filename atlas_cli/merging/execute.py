@@ -175,18 +175,15 @@ def _work(
     job: _Job, maker: Producer, part: StagingFolder, budget: Budget, start: int, limits: Limits
 ) -> None:
     output, finite = job.output, not limits.allow_nonfinite
-    first, last = job.spans[0][0], job.spans[-1][1]
-    offsets = {span: start + output.start + span[0] * output.dtype.itemsize for span in job.spans}
     with budget.take(maker.need(output)):
         statistics = job.statistics.by(maker)
-        place = part.place(output.file, offsets[job.spans[0]], finite=finite)
-        written = maker.write(output, (first, last), statistics, place)
-        for span in [] if written else job.spans:
+        for span in job.spans:
             values = maker.make(output, span, statistics)
             if finite and not is_finite(values):
                 maker.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
-            part.write(output.file, offsets[span], values)
+            offset = start + output.start + span[0] * output.dtype.itemsize
+            part.write(output.file, offset, values)
             del values
     part.note((output.number, job.number))
 

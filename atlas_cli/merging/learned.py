@@ -22,7 +22,6 @@ from atlas_cli.merging.produce import Conversion, Model, check_finite, copied
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.tensor_names import block_of, normalised, piece
-from atlas_cli.native.operands import FileTarget
 from atlas_cli.recipes.merge import MergeRecipe, VectorFile
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
@@ -61,10 +60,6 @@ class ByCoefficients:
 
     def statistics(self, outputs: Sequence[Output]) -> None:
         """A block can be composed right away."""
-
-    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
-        """Blocks are composed in memory."""
-        return False
 
     def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The composed block, or the part of it that the output is."""

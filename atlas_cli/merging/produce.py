@@ -17,8 +17,7 @@ from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merge_methods.method import MergeMethod, Values
 from atlas_cli.merge_methods.tiling import Tile
 from atlas_cli.merging.plan import Output, Resolved
-from atlas_cli.native import kernels
-from atlas_cli.native.operands import FileTarget, Operands
+from atlas_cli.native.operands import Operands
 
 CPU = torch.device("cpu")
 _TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
@@ -42,9 +41,6 @@ class Producer(Protocol):
 
     def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The elements of a span, in the dtype of the file."""
-
-    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
-        """Write the elements of a span to a file without more ado; False if that cannot be done."""
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Raise CheckpointError if an input has an element of the span that is not finite."""
@@ -118,14 +114,6 @@ class ByMethod:
         tile = self._tile(output, span, check=check)
         merged = self.method.apply(tile, self._values(output.name), statistics)
         return merged.reshape(-1).cpu().to(output.dtype)
-
-    def write(self, output: Output, span: tuple[int, int], statistics: Any, to: FileTarget) -> bool:
-        """By the loops, if the method is a sum and has the dtype of the file throughout."""
-        if not output.merged or not self.method.spreads or output.compute != output.dtype:
-            return False
-        total = self.method.total(self._values(output.name), statistics, output.compute)
-        inputs = self._tile(output, span, check=False).inputs
-        return total is not None and kernels.write(inputs, total, to)
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Every model, if they are merged here; what is copied has been checked."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.native.operands import FileTarget
 
 try:
     import fcntl
@@ -81,10 +80,6 @@ class StagingFolder:
         os.ftruncate(self._journal, 0)
         os.write(self._journal, f"{identity}\n".encode())
         return set()
-
-    def place(self, file: str, offset: int, *, finite: bool) -> FileTarget:
-        """A place in a file, for those who write themselves."""
-        return FileTarget(self._files[file], offset, finite)
 
     def write(self, file: str, offset: int, values: torch.Tensor) -> None:
         """Put values where they belong in a file."""

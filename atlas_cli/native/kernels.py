@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from atlas_cli.native.operands import FileTarget, Operands, Sum
+from atlas_cli.native.operands import Operands, Sum
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
@@ -91,14 +91,6 @@ def add(terms: Operands, total: Sum) -> torch.Tensor | None:
         return None
     out = torch.empty(terms.shape, dtype=terms.dtype)
     return out if _add(terms, total, _Result(out.data_ptr())) else None
-
-
-def write(terms: Operands, total: Sum, to: FileTarget) -> bool:
-    """Write the sum to its place, and tell whether it was: files are read and written meanwhile.
-
-    It was not if the loops do not read the terms from files, or something went wrong.
-    """
-    return reads(terms) and _add(terms, total, _Result(None, to.offset, to.file, to.finite))
 
 
 def _add(terms: Operands, total: Sum, result: _Result) -> bool:

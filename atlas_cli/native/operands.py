@@ -59,15 +59,6 @@ class Sum:
     scale: float | None = None
 
 
-@dataclass(frozen=True)
-class FileTarget:
-    """Where in an opened file a result goes. With `finite` it must be that."""
-
-    file: int
-    offset: int
-    finite: bool
-
-
 def in_memory(tensors: Sequence[torch.Tensor]) -> Operands:
     """Tensors that have been read."""
     first, flat = tensors[0], [tensor.reshape(-1) for tensor in tensors]

@@ -18,7 +18,7 @@ from atlas_cli.core.stacks import DenseStack, MappedStack, QuantisedStack, add, 
 from atlas_cli.core.storage import Dense, decode, quantise
 from atlas_cli.io.tensors import FileSpan
 from atlas_cli.native import kernels
-from atlas_cli.native.operands import FileTarget, Operands, Sum, in_memory
+from atlas_cli.native.operands import Operands, Sum, in_memory
 
 LEVELS = (3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -177,54 +177,9 @@ def test_what_is_read_from_files_meanwhile_gives_the_same_bits(
     for total in (Sum(weights, 3.0), Sum(weights[1:], 1.5, scale=0.7)):
         wanted = bits_of(kernels.add(here, total))
         assert torch.equal(bits_of(kernels.add(there, total)), wanted)
-        assert torch.equal(written(tmp_path / "sum.bin", there, total).view(wanted.dtype), wanted)
     for first in (False, True):
         found = kernels.products(there, from_first=first)
         assert found == kernels.products(here, from_first=first)
-
-
-def written(path: Path, terms: Operands, total: Sum, *, finite: bool = True) -> torch.Tensor:
-    """The sum that was written in the middle of a file, whose ends are as they were."""
-    size = terms.size * terms.dtype.itemsize
-    path.write_bytes(b"x" * (size + 32))
-    with path.open("r+b") as file:
-        assert kernels.write(terms, total, FileTarget(file.fileno(), 16, finite=finite))
-    content = bytearray(path.read_bytes())
-    assert (content[:16], content[16 + size :]) == (b"x" * 16, b"x" * 16)
-    found = torch.frombuffer(content, dtype=torch.uint8)[16 : 16 + size].clone()
-    return found.view(terms.dtype).view(terms.shape)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, 31, 99_999])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_sum_that_is_not_finite_is_written_only_if_that_is_allowed(
-    tmp_path: Path, dtype: torch.dtype, at: int, value: float
-):
-    tensors = near(100_000, dtype, 1)
-    tensors[1][at] = value
-    terms, total, path = in_files(tmp_path, tensors), Sum([0.5, 0.5]), tmp_path / "sum.bin"
-    found = written(path, terms, total, finite=False)
-    assert found.isfinite().logical_not().nonzero().tolist() == [[at]]
-    with path.open("r+b") as file:
-        assert not kernels.write(terms, total, FileTarget(file.fileno(), 0, finite=True))
-
-
-def test_the_largest_number_is_finite(tmp_path: Path):
-    for dtype in DTYPES:
-        largest = torch.full((40,), torch.finfo(dtype).max, dtype=dtype)
-        terms = in_files(tmp_path, [largest, -largest])
-        found = written(tmp_path / "sum.bin", terms, Sum([1.0, 0.0]))
-        assert torch.equal(found, largest)
-
-
-def test_what_cannot_be_written_is_told(tmp_path: Path):
-    terms = in_files(tmp_path, near(5000, torch.float32))
-    with (tmp_path / "0.bin").open("rb") as file:  # which is open for reading only
-        assert not kernels.write(terms, Sum([0.25] * 4), FileTarget(file.fileno(), 0, finite=True))
-    here = in_memory(near(5000, torch.float32))
-    with (tmp_path / "sum.bin").open("wb") as file:  # what is in memory is not for the loops
-        assert not kernels.write(here, Sum([0.25] * 4), FileTarget(file.fileno(), 0, finite=True))
 
 
 def test_rows_of_files_are_the_rows_of_their_tensors(tmp_path: Path):
