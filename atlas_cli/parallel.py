@@ -1,30 +1,113 @@
-"""Work on many blocks at once, one thread for each."""
+"""Threads of Python in each of which torch uses one core, and results in the order of the items.
+
+The numbers that come out do not depend on how many threads there are.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from threading import Barrier
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 CORES = min(8, os.cpu_count() or 1)
+_AHEAD = 16  # items per thread that wait their turn; after an error the others never begin
+
+# Below this many numbers, a module gains more from one core per part of a batch than from
+# several cores per operation; and its sums do not depend on how many cores there are.
+_SMALL = 20_000_000
+_PARTS = 4
+
+
+class ThreadPool:
+    """Threads, each with one core: an operation that torch spreads over several cores waits for
+    itself on a busy machine (20 times slower was measured), and rounds by their number.
+
+    `parts` says into how many parts a batch is cut that is spread over the threads. At the end of
+    a `with` block what has not begun is dropped, and what has begun is waited for.
+    """
+
+    def __init__(self, threads: int, parts: int = 1) -> None:
+        self.parts = parts
+        self._pool = ThreadPoolExecutor(
+            threads, initializer=_take_one_core, thread_name_prefix="atlas"
+        )
+        everyone = Barrier(threads)
+        with torch_threads(torch.get_num_threads()):  # what these threads set is also the default
+            self.map(lambda _: everyone.wait(), range(threads))
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Have a thread call function(*arguments)."""
+        return self._pool.submit(function, *arguments)
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """function(item) for every item, in the order of the items."""
+        return list(self._pool.map(function, items))
+
+    def close(self) -> None:
+        """Wait for what has begun, drop the rest, and end the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> ThreadPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _take_one_core() -> None:
+    torch.set_num_threads(1)
+    # A thread takes torch's number over when it first asks for it; from then on it has its own.
+    torch.get_num_threads()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads for an operation of this thread; afterwards as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], *, workers: int = CORES
 ) -> Iterator[Result]:
-    """function(item) for every item, in the order of the items.
+    """function(item) for every item, in the order of the items, each as soon as it is there."""
+    rest = iter(items)
+    with ThreadPool(workers) as pool:
+        begun = deque(pool.submit(function, item) for item in islice(rest, _AHEAD * workers))
+        while begun:
+            yield begun.popleft().result()
+            begun.extend(pool.submit(function, item) for item in islice(rest, 1))
 
-    Within a worker torch has one thread: a decomposition spread over several waits for itself on
-    a busy machine (20 times slower was measured), and rounds by their number.
-    """
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield from pool.map(function, items)
-    finally:
-        torch.set_num_threads(before)
+
+@contextmanager
+def thread_pool_for(module: torch.nn.Module, threads: int) -> Iterator[ThreadPool | None]:
+    """A pool for a module on the CPU, which spreads batches if the module is small; else None."""
+    if next(module.parameters()).device.type != "cpu":
+        with torch_threads(threads):
+            yield None
+        return
+    small = sum(parameter.numel() for parameter in module.parameters()) <= _SMALL
+    with (
+        ThreadPool(threads, _PARTS if small else 1) as pool,
+        torch_threads(1 if small else threads),
+    ):
+        yield pool

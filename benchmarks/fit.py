@@ -129,7 +129,8 @@ def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     from atlas_cli.core.granularity import by_block
     from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
     from atlas_cli.core.stacks import stack_blocks
-    from atlas_cli.models.composed import ComposedModel, ThreadPool
+    from atlas_cli.models.composed import ComposedModel
+    from atlas_cli.parallel import ThreadPool
 
     tower.requires_grad_(False)
     base = {name: tensor.detach() for name, tensor in tower.named_parameters()}
@@ -190,7 +191,7 @@ def composition_cost(engine: Any, stacks: Any, thread_pool: Any) -> dict[str, fl
     work = {
         "read": lambda: [word.sum() for word in words],
         "forward": lambda: engine.load(table),
-        "backward": lambda: coefficient_gradient(engine.composition, gradients, thread_pool.spread),
+        "backward": lambda: coefficient_gradient(engine.composition, gradients, thread_pool.map),
     }
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(6):

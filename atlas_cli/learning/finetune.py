@@ -21,7 +21,6 @@ from atlas_cli.learning.run_folder import SavedRun, below
 from atlas_cli.learning.selection import hold_out
 from atlas_cli.learning.setup import Inputs, config_of
 from atlas_cli.models.clip import Clip, open_model
-from atlas_cli.models.composed import ThreadPool, thread_pool_for
 from atlas_cli.models.folders import whole_folder, write_model
 from atlas_cli.models.trainable import (
     ALPHA,
@@ -33,6 +32,7 @@ from atlas_cli.models.trainable import (
     write_adapter,
 )
 from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.parallel import ThreadPool, thread_pool_for
 from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
 
 _PREFIX = "visual."

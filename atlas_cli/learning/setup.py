@@ -23,8 +23,9 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Fold
 from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
-from atlas_cli.models.composed import ComposedModel, LayerNormModel, thread_pool_for
+from atlas_cli.models.composed import ComposedModel, LayerNormModel
 from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.coefficients import MANY, Table, to_table
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
 from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, parse_bytes

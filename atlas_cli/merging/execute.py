@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,6 +20,7 @@ from atlas_cli.errors import AtlasError
 from atlas_cli.merging.plan import Output, Plan
 from atlas_cli.merging.produce import CPU, Producer, check_finite, is_finite
 from atlas_cli.merging.staging import StagingFolder
+from atlas_cli.parallel import ThreadPool
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
@@ -128,7 +129,8 @@ def run(
             else:
                 jobs.append(_Job(output, number, spans, statistics))
         work += [jobs] if jobs else []
-    with _workers(limits.threads) as pool:
+    _keep_freed_memory()
+    with ThreadPool(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
         for job in _surveys_ahead(work, limits.threads):
             if job.spans:
@@ -193,16 +195,3 @@ def _keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError, OSError):  # another C library
         for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
             ctypes.CDLL(None).mallopt(option, size)
-
-
-@contextmanager
-def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in which torch has one of its own; what has not begun is dropped on an error."""
-    _keep_freed_memory()
-    before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)

@@ -7,11 +7,7 @@ import dataclasses
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Barrier
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch.func import functional_call, jvp
@@ -19,58 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
 from atlas_cli.core.granularity import Layout, Segments
+from atlas_cli.parallel import ThreadPool
 
-# Below this many numbers, a module gains more from one core per part of a batch than from
-# several cores per operation; and its sums do not depend on how many cores there are.
-_SMALL = 20_000_000
-_PARTS = 4
 _AT_ONCE = 64  # images of a forward pass without gradients
 
 LossOf = Callable[[torch.Tensor], torch.Tensor]
-
-
-class ThreadPool:
-    """Threads, each with one core, for the blocks of a composition and the parts of a batch.
-
-    With one thread the same parts are worked on one after the other: the same numbers.
-    """
-
-    def __init__(self, threads: int, parts: int = 1) -> None:
-        self.parts = parts
-        self._pool = ThreadPoolExecutor(
-            threads, initializer=torch.set_num_threads, initargs=(1,), thread_name_prefix="atlas"
-        )
-        before, everyone = torch.get_num_threads(), Barrier(threads)
-        self.spread(lambda _: everyone.wait(), range(threads))
-        torch.set_num_threads(before)  # what a thread sets for itself, others find when they start
-
-    def spread(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """function(item) for every item, in the order of the items."""
-        return list(self._pool.map(function, items))
-
-    def close(self) -> None:
-        """Let the threads go."""
-        self._pool.shutdown()
-
-
-@contextmanager
-def thread_pool_for(module: torch.nn.Module, threads: int) -> Iterator[ThreadPool | None]:
-    """A crew on the CPU, which deals out batches if the module is small; None elsewhere."""
-    on_cpu = next(module.parameters()).device.type == "cpu"
-    small = on_cpu and _size(module) <= _SMALL
-    before = torch.get_num_threads()
-    thread_pool = ThreadPool(threads, _PARTS if small else 1) if on_cpu else None
-    torch.set_num_threads(1 if small else threads)
-    try:
-        yield thread_pool
-    finally:
-        if thread_pool:
-            thread_pool.close()
-        torch.set_num_threads(before)
-
-
-def _size(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Replica:
@@ -159,8 +108,8 @@ class FunctionalModel:
     ) -> None:
         # A derivative forwards has one thread.
         count = thread_pool.parts if thread_pool and replica is Replica else 1
-        self._over_blocks = thread_pool.spread if thread_pool else map
-        self._over_parts = thread_pool.spread if thread_pool and count > 1 else map
+        self._over_blocks = thread_pool.map if thread_pool else map
+        self._over_parts = thread_pool.map if thread_pool and count > 1 else map
         self._tensors = dict(tensors)
         self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
         self._half = next(module.parameters()).device.type == "cuda"

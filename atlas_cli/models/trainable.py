@@ -19,10 +19,10 @@ from atlas_cli.models.composed import (
     FunctionalModel,
     Replica,
     TangentReplica,
-    ThreadPool,
     norm_names,
     sharing_copy,
 )
+from atlas_cli.parallel import ThreadPool
 
 _PROJECTIONS = ("proj", "attnpool.c_proj.weight", "attnpool.c_proj.bias", "head.proj.weight")
 

@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import TensorStream, header_text
 from atlas_cli.io.files import whole_file
+from atlas_cli.parallel import torch_threads
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.bases import Base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
@@ -173,7 +173,9 @@ def extract(
         options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
     header = promised(name, base, finetuned, difference, options.scale)
     stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
-    with ThreadPoolExecutor(_HASHERS) as pool, _threads(options.form):
+    # One thread subtracts as fast as memory allows, beside another that hashes the files.
+    cores = torch.get_num_threads() if options.form.is_low_rank else 1
+    with ThreadPoolExecutor(_HASHERS) as pool, torch_threads(cores):
         origin = pool.submit(finetuned.provenance)
         if not base.provenance:
             base.provenance.append(pool.submit(base.source.provenance))
@@ -184,17 +186,6 @@ def extract(
         finetuned={**origin.result(), **difference.origin},
     )
     return _summary(header, stream.finish(to_metadata(header)), options.warn)
-
-
-@contextmanager
-def _threads(form: Form) -> Iterator[None]:
-    """One thread subtracts as fast as memory allows, beside another that hashes the files."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if form.is_low_rank else 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check(base: Base, finetuned: Source, difference: Difference, form: Form) -> None:

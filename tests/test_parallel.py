@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from atlas_cli.parallel import in_order
+from atlas_cli.parallel import ThreadPool, in_order
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -23,6 +23,16 @@ def test_a_worker_has_one_thread_and_torch_keeps_its_own():
     torch.set_num_threads(2)
     assert list(in_order(lambda _: torch.get_num_threads(), "ab")) == [1, 1]
     assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_the_threads_of_a_pool_keep_one_core_while_others_have_more():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with ThreadPool(2) as pool:
+        torch.set_num_threads(2)
+        assert pool.map(lambda _: torch.get_num_threads(), "ab") == [1, 1]
+        assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
 
 
