@@ -25,6 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = "commands.md"  # what --help prints; tests/test_docs.py makes it again
 RUN_FROM_A_CLONE = 2  # README's first blocks install atlas, so .ci/run runs them instead
 NUMBER = re.compile(r"\d+\.\d+")
+KINDS = {"sh", "console", "text", "python", "toml"}  # of which the first two are run
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What failed is named in the words of the page. The shell is the same for a whole block.
@@ -122,7 +123,7 @@ def test_no_command_is_shown_where_it_would_not_be_run():
     for page in PAGES:
         text = page.read_text("utf-8")
         if page.name != GENERATED:
-            assert {kind for kind, _ in BLOCK.findall(text)} <= {"sh", "console", "text"}, page.name
+            assert {kind for kind, _ in BLOCK.findall(text)} <= KINDS, page.name
             assert not re.search(r"^    \$? ?atlas ", BLOCK.sub("", text), re.MULTILINE), page.name
 
 

@@ -1,13 +1,239 @@
-"""Names are registered once, by the package or by plugins, and looked up with the nearest word."""
+"""Plugins: what an installed distribution registers is used as what comes with atlas."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import yaml
+from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.registry import Registry, late
+from atlas_cli.sources.references import builtin_model
+
+ROOT = Path(__file__).parent.parent
+WEIGHTS = "open_clip_model.safetensors"
+Environment = dict[str, str]
+
+MIDWAY = '''
+    import atlas_cli as atlas
+
+    SHARE = {"share": atlas.Parameter(0.5, 0.0, 1.0)}
+
+    @atlas.merge_method("midway", models=(1, 1), per_merge=SHARE)
+    def midway(tile, values, statistics):
+        """theta_0 + share * (theta_1 - theta_0)"""
+        return tile.base + values.merge["share"] * (tile.models[0] - tile.base)
+'''
+STRIPES = """
+    import atlas_cli as atlas
+    from atlas_cli.core.granularity import by_group
+
+    @atlas.granularity("tower")
+    def by_tower(shapes):
+        return by_group(shapes, {name: name.partition(".")[0] for name in shapes})
+
+    @atlas.granularity("stripes", parameter="N")
+    def by_stripe(shapes, text, seed):
+        names = {name: f"stripe {n % int(text)}" for n, name in enumerate(shapes)}
+        return by_group(shapes, names)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Callable[..., Environment]:
+    """Installs a distribution whose module is announced as a plugin of atlas.
+
+    Gives the environment in which `atlas` finds it. `value` is what the entry point names.
+    """
+
+    def install(source: str, value: str = "", name: str = "acme_plugin") -> Environment:
+        site = tmp_path / "site"
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{name}.py").write_text(textwrap.dedent(source), "utf-8")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[atlas.plugins]\n{name} = {value or name}\n")
+        paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    return install
+
+
+def atlas(
+    *arguments: object, env: Environment | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+        env=env,
+        input=stdin,
+        capture_output=True,
+        text=True,
+    )
+
+
+def moved(folder: Path, by: float) -> Path:
+    """The built-in model with `by` added to all of its weights."""
+    shutil.copytree(builtin_model("tiny"), folder)
+    tensors = {name: tensor + by for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def merge_recipe(model: Path, method: str = "midway", **parameters: object) -> str:
+    return json.dumps(
+        {
+            "merge_method": method,
+            "base_model": "builtin:tiny",
+            "models": [{"model": str(model)}],
+            "parameters": parameters,
+            "dtype": "float32",
+        }
+    )
+
+
+# Merge methods --------------------------------------------------------------------------------
+
+
+def test_a_method_of_a_plugin_merges_models(plugin, tmp_path: Path):
+    env, model = plugin(MIDWAY), moved(tmp_path / "model", 0.5)
+    recipe = merge_recipe(model, share=0.25)
+    done = atlas("merge", "-", "-o", tmp_path / "merged", env=env, stdin=recipe)
+    assert done.returncode == 0, done.stderr
+    base, one = load_file(builtin_model("tiny") / WEIGHTS), load_file(model / WEIGHTS)
+    for name, found in load_file(tmp_path / "merged" / WEIGHTS).items():
+        start = base[name].float()
+        expected = start + 0.25 * (one[name].float() - start)
+        assert found.equal(expected), name
+
+
+def test_a_recipe_for_a_method_of_a_plugin_is_checked_as_any_other(plugin, tmp_path: Path):
+    env, model = plugin(MIDWAY), moved(tmp_path / "model", 0.5)
+    output = ("-o", tmp_path / "merged")
+    misspelt = atlas("merge", "-", *output, env=env, stdin=merge_recipe(model, "midwya"))
+    assert misspelt.returncode == 2
+    assert "unknown method 'midwya'; did you mean 'midway'?" in misspelt.stderr
+    assert "atlas, midway)" in misspelt.stderr
+    wrong = atlas("merge", "-", *output, env=env, stdin=merge_recipe(model, share=2, shaer=1))
+    assert wrong.returncode == 2
+    assert "parameters.share: expected 1 or less, found 2" in wrong.stderr
+    assert "unknown parameter 'shaer'; did you mean 'share'?" in wrong.stderr
+
+
+def test_the_schema_knows_the_names_of_plugins(plugin):
+    with_plugin = json.loads(atlas("merge", "--schema", env=plugin(MIDWAY + STRIPES)).stdout)
+    without = json.loads(atlas("merge", "--schema").stdout)
+    methods = [found["properties"]["merge_method"]["enum"] for found in (without, with_plugin)]
+    assert methods[1] == [*methods[0], "midway"]
+    assert with_plugin["$defs"]["parameters"]["properties"]["share"]["description"] == "Of midway."
+    pattern = with_plugin["properties"]["granularity"]["pattern"]
+    assert re.match(pattern, "stripes:3")
+    assert re.match(pattern, "tower")
+    assert not re.match(without["properties"]["granularity"]["pattern"], "tower")
+
+
+def test_the_example_of_the_docs_is_a_plugin(plugin):
+    page = (ROOT / "docs/merging.md").read_text("utf-8")
+    example = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = json.loads(atlas("merge", "--schema", env=plugin(example[1])).stdout)
+    assert found["properties"]["merge_method"]["enum"][-1] == "midway"
+
+
+# Granularities --------------------------------------------------------------------------------
+
+
+def fit(granularity: str, env: Environment) -> subprocess.CompletedProcess[str]:
+    quick = ("--shots", "1", "--epochs", "1", "--min-steps", "1", "--augment", "none", "--quiet")
+    models = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
+    return atlas("fit", "builtin:digits", *models, *quick, "--granularity", granularity, env=env)
+
+
+def test_a_granularity_of_a_plugin_is_learned_and_merged(plugin, tmp_path: Path):
+    env = plugin(STRIPES)
+    done = fit("stripes:3", env)
+    assert done.returncode == 0, done.stderr
+    learned = yaml.safe_load(done.stdout)
+    assert learned["granularity"] == "stripes:3"
+    assert [*learned["coefficients"]["letters"]] == ["stripe 0", "stripe 1", "stripe 2"]
+    merged = atlas("merge", "-", "-o", tmp_path / "merged", env=env, stdin=done.stdout)
+    assert merged.returncode == 0, merged.stderr
+
+
+def test_an_unknown_granularity_is_told_those_of_plugins_too(plugin):
+    env = plugin(STRIPES)
+    for text in ("stripes", "stripes:0", "stripes:x", "tower:2", "layer"):
+        done = fit(text, env)
+        assert done.returncode == 2
+        expected = "expected block, vector, qkv, partition:K, tower or stripes:N"
+        assert f"--granularity: {expected}, found '{text}'" in done.stderr
+
+
+# Plugins that do not work ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "reason"),
+    [
+        ("import missing_module", "", "ModuleNotFoundError: No module named 'missing_module'"),
+        ("def register():\n    raise ValueError('no')", "acme_plugin:register", "ValueError: no"),
+        ("", "acme_plugin:register", "AttributeError: module 'acme_plugin' has no attribute"),
+        (
+            MIDWAY.replace("midway", "ties"),
+            "",
+            "merge method 'ties' is registered twice: by "
+            "atlas_cli.merge_methods.arithmetic.Family.apply and by acme_plugin.ties",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_one_line(plugin, source: str, value: str, reason: str):
+    done = atlas("merge", "--schema", env=plugin(source, value))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    who = f"plugin 'acme_plugin' ({value or 'acme_plugin'}, of acme_plugin 1.0) cannot be loaded"
+    assert done.stderr.startswith(f"atlas: error: {who}: {reason}")
+    assert done.stderr.endswith("; repair or uninstall acme_plugin\n")
+
+
+def test_a_function_registers_when_it_is_named_by_the_entry_point(plugin):
+    source = "def register():\n" + textwrap.indent(textwrap.dedent(MIDWAY), "    ")
+    found = json.loads(
+        atlas("merge", "--schema", env=plugin(source, "acme_plugin:register")).stdout
+    )
+    assert "midway" in found["properties"]["merge_method"]["enum"]
+
+
+def test_a_command_that_needs_no_plugin_loads_none(plugin, tmp_path: Path):
+    env = plugin("raise RuntimeError('loaded')")
+    assert atlas("--help", env=env).returncode == 0
+    recipe = merge_recipe(moved(tmp_path / "model", 0.5), "wise_ft", alpha=0.5)
+    done = atlas("merge", "-", "-o", tmp_path / "merged", env=env, stdin=recipe)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_looks_for_no_plugins_and_imports_no_torch():
+    script = (
+        "import sys, importlib.metadata as metadata\n"
+        "def scan(**_): raise SystemExit('scanned')\n"
+        "metadata.entry_points = scan\n"
+        "from atlas_cli.cli.app import main\n"
+        "code = main(['--help'])\n"
+        "sys.exit(code or ('torch' in sys.modules) or ('numpy' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# The registry itself --------------------------------------------------------------------------
 
 
 def first() -> None: ...

@@ -102,7 +102,7 @@ class Family:
 
 
 def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
-    """theta_0 + lambda * (sum_t w_t (theta_t - theta_0)) / (sum_t w_t), as Family.apply has it."""
+    """theta_0 + lambda * sum_t w_t tau_t; divided by sum_t w_t with `normalize`."""
     total = arithmetic_sum(values, found, tile.dtype)
     if (merged := kernels.add(tile.inputs, total)) is not None:
         return merged
@@ -201,7 +201,7 @@ _register(
     Family(LARGEST, elects=True),
     _of_model(1.0, 0.2),
     _of_merge(_SCOPE, _ROUNDING, _ELECTION, normalize=True),
-    "the largest of each task vector, where they have the elected sign, averaged",
+    "the largest elements of each task vector, averaged over those with the elected sign",
 )
 _register(
     "dare_linear",
@@ -215,14 +215,14 @@ _register(
     Family(AT_RANDOM, elects=True),
     _of_model(0.3, 0.1),
     _of_merge(_RESCALE_BY, _ELECTION, rescale=True),
-    "as `dare_linear`, only where they have the elected sign",
+    "as `dare_linear`, added up over those with the elected sign",
 )
 _register(
     "della",
     Family(BY_RANK, elects=True),
     _of_model(1.0, 0.2, _EPSILON),
     _of_merge(_RESCALE_BY, _ELECTION, normalize=True, rescale=True),
-    "as `della_linear`, averaged where they have the elected sign",
+    "as `della_linear`, averaged over those with the elected sign",
 )
 _register(
     "della_linear",
@@ -243,5 +243,5 @@ _register(
     Family(MIDDLE, elects=True),
     _of_model(0.3, 0.85, _GAMMA),
     _of_merge(_SCOPE, _ELECTION),
-    "as `breadcrumbs`, only where they have the elected sign",
+    "as `breadcrumbs`, added up over those with the elected sign",
 )

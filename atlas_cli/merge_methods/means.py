@@ -230,6 +230,7 @@ def _along_mean(frame: Frame, tile: Tile) -> list[torch.Tensor]:
     per_model={"weight": Parameter(usual=1.0)},
     per_merge={"normalize_weights": Parameter(True), "eps": Parameter(1e-8, 0.0)},
     statistics=find_frame,
+    formula="the weighted mean of the directions, with the weighted mean of the lengths",
 )
 def multislerp(tile: Tile, values: Values, frame: Frame | None) -> torch.Tensor:
     """theta_0 + r (m + q), q = sum_t w_t (u_t - <u_t, m> m), r = sum_t w_t |v_t|.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_cli import __version__
 from atlas_cli.errors import UsageError
-from atlas_cli.merging.inputs import Located
 from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.reading import write_mapping
+
+if TYPE_CHECKING:
+    from atlas_cli.merging.inputs import Located
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,9 @@ from atlas_cli.errors import UsageError
 from atlas_cli.merge_methods.means import karcher_coefficients
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import PIECE, all_pieces, tile_of
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.registry import GRANULARITIES, MERGE_METHODS
+
+ROOT = Path(__file__).parent.parent.parent
 
 FROM_MERGEKIT = {
     *("linear", "slerp", "nuslerp", "multislerp", "karcher", "passthrough", "model_stock", "sce"),
@@ -411,3 +417,28 @@ def test_what_is_not_finite_shows_in_the_result_even_without_a_weight(
         *models, base = tensors
         merged = merge(name, base if (method.base == "must") else None, models, ASLEEP[name])
         assert not merged[3, 2].isfinite()
+
+
+def test_the_tables_of_methods_in_the_docs_are_those_of_the_registry():
+    spec = importlib.util.spec_from_file_location("build_methods", ROOT / "docs/build_methods.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    for path in build.PAGES:
+        assert path.read_text("utf-8") == build.page(path), "run python docs/build_methods.py"
+        assert all(f"[{name}](" in path.read_text("utf-8") for name in MERGE_METHODS)
+
+
+def test_a_comparison_has_a_value_for_every_parameter():
+    for name, method in MERGE_METHODS.items():
+        if method.models[1] is None:
+            tables = {**method.per_model, **method.per_merge}
+            assert not [key for key, one in tables.items() if one.compared is None], name
+
+
+def test_methods_and_their_parameters_are_known_without_torch():
+    script = (
+        "import sys\nfrom atlas_cli.registry import GRANULARITIES, MERGE_METHODS\n"
+        "print(len(MERGE_METHODS), len(GRANULARITIES), {'torch', 'numpy'} & {*sys.modules})"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout == f"{len(MERGE_METHODS)} {len(GRANULARITIES)} set()\n", found.stderr
