@@ -1,10 +1,12 @@
-"""Images of one task or of several, shown in batches, and how well they were classified."""
+"""Labelled images of one task or of several: batches, their losses, and scores."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,12 @@ from atlas_cli.core.augment import MILD
 from atlas_cli.core.losses import Loss, cross_entropy, logits_of
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.learning.loop import StatelessData, generator_of
-from atlas_cli.models.composed import FunctionalModel, LossOf
+from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
 
-_CHECKED_AT_ONCE = 256
+if TYPE_CHECKING:
+    from atlas_cli.learning.selection import Fold, Score
+
+_SCORED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,26 @@ class TrainingConfig:
     steps: int | None = None
 
 
+def generator_of(seed: int, *what: object) -> torch.Generator:
+    """A random generator of its own for every purpose: what it gives depends on no other use."""
+    text = ":".join(map(str, (seed, *what)))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return torch.Generator().manual_seed(number)
+
+
+class StatelessData:
+    """Training data whose next batch depends on nothing but the number of the step."""
+
+    def diverged(self) -> bool:
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class TaskData:
     """The images of one task, its frozen head, its loss, and its share of a batch."""
@@ -44,21 +68,21 @@ class TaskData:
 
 
 class LabelledData(StatelessData):
-    """The sum of the streams' losses. Every batch has images of each; short streams come again.
+    """The sum of the tasks' losses. Every batch has images of each; short tasks come again.
 
-    An epoch is one pass over the stream that takes longest.
+    An epoch is one pass over the task that takes longest.
     """
 
     def __init__(
         self,
-        streams: Sequence[TaskData],
+        tasks: Sequence[TaskData],
         indices: Sequence[Sequence[int]],
         training: TrainingConfig,
     ) -> None:
-        self._streams, self._training = tuple(streams), training
-        self._labels = [stream.pixels.labels for stream in streams]
+        self._tasks, self._training = tuple(tasks), training
+        self._labels = [task.pixels.labels for task in tasks]
         self._hits = self._seen = 0
-        sizes = [max(1, round(training.batch_size * stream.share)) for stream in streams]
+        sizes = [max(1, round(training.batch_size * task.share)) for task in tasks]
         shown = [
             max(len(some), training.min_steps * size)
             for some, size in zip(indices, sizes, strict=True)
@@ -66,54 +90,54 @@ class LabelledData(StatelessData):
         passes = [math.ceil(count / size) for count, size in zip(shown, sizes, strict=True)]
         self.epoch_steps = max(passes)
         self.steps = training.steps or training.epochs * self.epoch_steps
-        self._decks = []
+        self._samplers = []
         for number, (some, size) in enumerate(zip(indices, sizes, strict=True)):
             longest = passes[number] == self.epoch_steps
             count = shown[number] if longest else self.epoch_steps * size
             what = (number,) if number else ()
-            self._decks.append(Sampler(list(some), size, count, training.seed, what))
+            self._samplers.append(Sampler(list(some), size, count, training.seed, what))
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
         self._hits = self._seen = 0
         epoch, place = divmod(step, self.epoch_steps)
-        chosen = [sampler.hand(epoch, place) for sampler in self._decks]
+        chosen = [sampler.batch(epoch, place) for sampler in self._samplers]
         random = generator_of(self._training.seed, "crops", step)
-        sizes = [math.ceil(len(hand) / self._training.accumulate) for hand in chosen]
-        parts = max(math.ceil(len(h) / size) for h, size in zip(chosen, sizes, strict=True))
+        sizes = [math.ceil(len(batch) / self._training.accumulate) for batch in chosen]
+        parts = max(math.ceil(len(b) / size) for b, size in zip(chosen, sizes, strict=True))
         for part in range(parts):
             some = [
-                hand[part * size : (part + 1) * size]
-                for hand, size in zip(chosen, sizes, strict=True)
+                batch[part * size : (part + 1) * size]
+                for batch, size in zip(chosen, sizes, strict=True)
             ]
             images = [
-                show(stream.pixels, few, random, self._training.augment)
-                for stream, few in zip(self._streams, some, strict=True)
+                show(task.pixels, few, random, self._training.augment)
+                for task, few in zip(self._tasks, some, strict=True)
                 if few
             ]
-            shares = [len(few) / len(hand) for few, hand in zip(some, chosen, strict=True)]
+            shares = [len(few) / len(batch) for few, batch in zip(some, chosen, strict=True)]
             yield torch.cat(images), self._loss_of(some, shares)
 
     def _loss_of(self, some: Sequence[Sequence[int]], shares: Sequence[float]) -> LossOf:
-        """sum over streams of share * loss(logits of its images), from the features of all."""
+        """sum over tasks of share * loss(logits of its images), from the features of all."""
 
         def loss_of(features: torch.Tensor) -> torch.Tensor:
             pieces = features.split([len(few) for few in some])
             total = features.new_zeros(())
             for number, (piece, few, share) in enumerate(zip(pieces, some, shares, strict=True)):
                 if few:
-                    stream = self._streams[number]
+                    task = self._tasks[number]
                     labels = self._labels[number][few].to(features.device)
-                    logits = logits_of(piece, stream.head)
+                    logits = logits_of(piece, task.head)
                     self._hits += int((logits.argmax(dim=1) == labels).sum().item())
                     self._seen += len(few)
-                    total = total + share * stream.loss(logits, labels)
+                    total = total + share * task.loss(logits, labels)
             return total
 
         return loss_of
 
     def accuracy(self) -> float:
-        """The share of the last step's images that were classified rightly."""
+        """The share of the last step's images that were classified correctly."""
         return self._hits / max(self._seen, 1)
 
 
@@ -131,7 +155,7 @@ def show(
 
 
 class Sampler:
-    """Images that are shuffled anew for every epoch and dealt in hands of one size."""
+    """Shuffles images anew for every epoch, and deals them in batches of one size."""
 
     def __init__(
         self, indices: list[int], size: int, shown: int, seed: int, what: tuple[object, ...]
@@ -140,7 +164,7 @@ class Sampler:
         self._seed, self._what = seed, what
         self._epoch: tuple[int, list[int]] = (-1, [])
 
-    def hand(self, epoch: int, place: int) -> list[int]:
+    def batch(self, epoch: int, place: int) -> list[int]:
         """The images of one step of an epoch."""
         return self._order(epoch)[place * self._size : (place + 1) * self._size]
 
@@ -165,10 +189,10 @@ class TaskScore:
 
 
 def score(
-    tower: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
 ) -> TaskScore:
-    """Classify images as evaluation would, with the coefficients that the tower has loaded."""
-    logits = predict(tower, pixels, indices, head)
+    """Classify images as evaluation does, with the weights that the model has loaded."""
+    logits = predict(model, pixels, indices, head)
     labels = pixels.labels[list(indices)]
     finite = bool(logits.isfinite().all())
     loss = F.cross_entropy(logits.double(), labels).item() if finite else math.inf
@@ -176,7 +200,7 @@ def score(
 
 
 def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which images are classified rightly, as booleans.
+    """Which images are classified correctly, as booleans.
 
     Logits that are not finite classify nothing, though the largest of several NaNs has an index.
     """
@@ -184,11 +208,68 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def predict(
-    tower: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
 ) -> torch.Tensor:
     """The logits of images as evaluation sees them, (images, classes)."""
     found = []
-    for start in range(0, len(indices), _CHECKED_AT_ONCE):
-        images = pixels.fixed(indices[start : start + _CHECKED_AT_ONCE])
-        found.append(logits_of(tower.features(images), head).cpu())
+    for start in range(0, len(indices), _SCORED_AT_ONCE):
+        images = pixels.fixed(indices[start : start + _SCORED_AT_ONCE])
+        found.append(logits_of(model.features(images), head).cpu())
     return torch.cat(found)
+
+
+# Objectives -----------------------------------------------------------------------------------
+
+Rule = Callable[[Sequence[TaskScore], Sequence[TaskScore]], "Score"]
+
+
+@dataclass(frozen=True)
+class LabelledObjective:
+    """Tasks with labels that coefficients are trained on together.
+
+    `rule` makes one score of the scores of all tasks and of those they are compared with, which
+    `references` gives: a table of coefficients for each task. `judges` are other images to score
+    on, if any, as many as there are tasks.
+    """
+
+    model: ComposedModel
+    tasks: tuple[TaskData, ...]
+    training: TrainingConfig
+    rule: Rule
+    start: torch.Tensor
+    references: tuple[torch.Tensor, ...] = ()
+    judges: tuple[Pixels, ...] = ()
+    scaled: bool = False
+    backtrack: tuple[float, ...] = ()
+    _known: dict[str, tuple[TaskScore, ...]] = field(default_factory=dict, repr=False)
+
+    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
+        """Classify the images that score a fold."""
+        return self.rule(self.scores(fold, coefficients), self.reference(fold))
+
+    def scores(self, fold: Fold, coefficients: torch.Tensor) -> tuple[TaskScore, ...]:
+        """How well the images of every task are classified."""
+        self.model.load(coefficients)
+        return tuple(self._score(fold, number) for number in range(len(self.tasks)))
+
+    def reference(self, fold: Fold) -> tuple[TaskScore, ...]:
+        """The scores that those of learned coefficients are compared with."""
+        if fold.name not in self._known and self.references:
+            found = []
+            for number, table in enumerate(self.references):
+                self.model.load(table)
+                found.append(self._score(fold, number))
+            self._known[fold.name] = tuple(found)
+        return self._known.get(fold.name, ())
+
+    def _score(self, fold: Fold, number: int) -> TaskScore:
+        pixels, head = self.tasks[number].pixels, self.tasks[number].head
+        if self.judges:
+            pixels = self.judges[number]
+            return score(self.model, pixels, range(len(pixels.dataset.samples)), head)
+        if fold.scored_on is None:
+            raise ValueError(f"nothing scores {fold.name}")
+        return score(self.model, pixels, fold.scored_on[number], head)
+
+    def training_data(self, fold: Fold) -> LabelledData:
+        return LabelledData(self.tasks, fold.train, self.training)
