@@ -220,6 +220,23 @@ class Registered:
     facts: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class ObjectiveEntry:
+    """An objective: what computes it, which commands take it, and what it needs.
+
+    `function` gives the loss of a batch from its logits and from what it `needs`, by name: the
+    `labels`, the `prior` of the classes, or the logits of the `weak` views, in which case its own
+    logits are of strong views. If it is `stateful`, it gives training data instead, from the
+    images and all that belongs to them. With `two_gradients`, steps are sharpness-aware.
+    """
+
+    function: Callable[..., Any]
+    commands: tuple[str, ...]
+    needs: tuple[str, ...]
+    stateful: bool
+    two_gradients: bool
+
+
 MERGE_METHODS: Registry[MergeMethod] = Registry(
     "merge method",
     "atlas_cli.merge_methods.means",
@@ -231,15 +248,51 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.learned",
 )
 GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
-OBJECTIVES: Registry[Registered] = Registry("objective")
+NEEDS = ("labels", "prior", "weak")
+OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.learning.objectives")
 DATASET_KINDS: Registry[Registered] = Registry(
     "kind of dataset", "atlas_cli.datasets.folders", "atlas_cli.datasets.builtin"
 )
 
 
-def objective(name: str, **facts: Any) -> Callable[[Function], Function]:
-    """Register a function as an objective."""
-    return _decorator(OBJECTIVES, name, facts)
+def objective(
+    name: str,
+    *,
+    commands: tuple[str, ...] = ("tta",),
+    needs: tuple[str, ...] = (),
+    stateful: bool = False,
+    two_gradients: bool = False,
+) -> Callable[[Function], Function]:
+    """Register a function as an objective of some commands: `tta`, `add`, `negate`.
+
+    Raises AtlasError if it needs something that there is not.
+    """
+    for need in needs:
+        if need not in NEEDS:
+            hint = nearest(need, NEEDS)
+            raise AtlasError(f"objective '{name}' needs '{need}', which there is not{hint}")
+
+    def register(function: Function) -> Function:
+        entry = ObjectiveEntry(function, commands, needs, stateful, two_gradients)
+        OBJECTIVES.add(name, entry, function)
+        return function
+
+    return register
+
+
+def objectives_of(command: str) -> list[str]:
+    """The names of the objectives that a command takes, plugins' own among them."""
+    return [name for name, entry in OBJECTIVES.items() if command in entry.commands]
+
+
+def find_objective(name: str, command: str) -> ObjectiveEntry:
+    """The objective of a name. Raises UsageError with the nearest name if a command has none."""
+    entry = OBJECTIVES.get(name)
+    if entry is None or command not in entry.commands:
+        names = objectives_of(command)
+        listed = f"(there are: {', '.join(names)})"
+        raise UsageError(f"unknown objective '{name}' of {command}{nearest(name, names)} {listed}")
+    return entry
 
 
 def dataset_kind(

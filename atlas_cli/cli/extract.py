@@ -15,10 +15,10 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
-from atlas_cli.cli.targets import VectorTarget, check_inputs, check_targets, choose_targets
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, parse_reference
+from atlas_cli.vectors.targets import VectorTarget, check_inputs, check_targets, choose_targets
 
 if TYPE_CHECKING:
     from atlas_cli.vectors.bases import Base

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
-from atlas_cli.cli.learning import LearningCommand, RunResult, facts_of, open_labelled, source_of
-from atlas_cli.cli.options import RunOptions, given_flags, learning_command
-from atlas_cli.datasets.dataset import Dataset, open_dataset
-from atlas_cli.errors import DataError
+from atlas_cli.cli.options import (
+    OutputOptions,
+    given_flags,
+    given_recipe,
+    learning_command,
+    run_learning,
+)
+from atlas_cli.learning.fit import fit as run
+from atlas_cli.learning.run import RunOptions
 from atlas_cli.recipes.learning import FitRecipe
-
-if TYPE_CHECKING:
-    from atlas_cli.learning.selection import Selection
-    from atlas_cli.learning.setup import ObjectiveFactory, PreparedRun
-
-
-_JUDGED = {
-    "last": "on the images it learned from",
-    "holdout": "on images held out",
-    "kfold": "over the folds",
-}
-
-
-class Fitting(LearningCommand):
-    """Recognise a few images of one task."""
-
-    name = "fit"
-    schema = FitRecipe
-    many = False
-
-    def open_data(self, recipe: FitRecipe) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
-        """The labelled images, and those of val:DATA."""
-        dataset = open_labelled(recipe, recipe.data)
-        if not recipe.select.startswith("val:"):
-            return (dataset,), ()
-        name = recipe.select.removeprefix("val:")
-        judges = open_dataset(name, templates=dataset.templates, preferred=("val", "valid"))
-        if judges.classes != dataset.classes:
-            raise DataError(f"{name}: its classes are not those of {dataset.name}")
-        return (dataset,), (judges,)
-
-    def objective_factory(self) -> ObjectiveFactory:
-        """Cross-entropy."""
-        from atlas_cli.learning.fit import fit
-
-        return fit
-
-    def result(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> RunResult:
-        """The accuracy before and after."""
-        assert selection.before is not None
-        assert selection.after is not None
-        before, after = (check.values["accuracy"] for check in (selection.before, selection.after))
-        select = ready.inputs.recipe.select
-        judged = _JUDGED.get(select, f"on {select[4:]}")
-        method = ready.inputs.recipe.method
-        note = f"zero-shot {100 * before:.2f} -> {method} {100 * after:.2f} {judged}"
-        if not selection.improved:
-            note = f"nothing beat zero-shot ({100 * before:.2f} {judged}): all coefficients are 0"
-        comment = (
-            f"{source_of(ready)}\n"
-            f"Accuracy {judged}: zero-shot {100 * before:.2f}, {method} {100 * after:.2f}."
-        )
-        facts = {"zero_shot": before, "learned": after, **facts_of(ready, selection)}
-        return RunResult(comment, (note,), facts)
-
 
 Data = Annotated[
     str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
@@ -77,7 +28,12 @@ AllowTarget = Annotated[
 
 @learning_command
 def fit(
-    data: Data, allow_target: AllowTarget = False, *, flags: dict[str, Any], options: RunOptions
+    data: Data,
+    allow_target: AllowTarget = False,
+    *,
+    flags: dict[str, Any],
+    options: RunOptions,
+    output: OutputOptions,
 ) -> None:
     """Learn a coefficient for every block of every task vector, and print the learned recipe.
 
@@ -85,6 +41,6 @@ def fit(
 
     Example: atlas fit shots/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """
-    from atlas_cli.cli.learning import run
-
-    run(Fitting(), [data], {**flags, **given_flags({"allow_target": allow_target})}, options)
+    own = given_flags({"allow_target": allow_target})
+    recipe = given_recipe(FitRecipe, data, {**flags, **own})
+    run_learning(partial(run, recipe, options), output)

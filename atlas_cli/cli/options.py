@@ -1,16 +1,39 @@
-"""The options that every learning command has, declared once and added to each."""
+"""Options that commands share, and how every learning command runs its verb."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from atlas_cli import __version__
+from atlas_cli.cli import console
+from atlas_cli.cli.process import stoppable
+from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.learning.events import (
+    EpochScored,
+    Event,
+    Planned,
+    StepTaken,
+    TaskFinished,
+    TrainingEnded,
+    TrainingStarted,
+    Warned,
+)
+from atlas_cli.learning.run import RunOptions
+from atlas_cli.recipes.learning import Learning, learning_recipe
+from atlas_cli.recipes.reading import read_keys
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import LearningResult
 
 
 class VariadicCommand(TyperCommand):
@@ -37,7 +60,7 @@ def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
 
 
 def _check_device(device: str) -> str:
-    from atlas_cli.errors import UsageError, nearest
+    from atlas_cli.errors import nearest
 
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         hint = nearest(device, ["auto", "cpu", "cuda", "mps"])
@@ -47,7 +70,7 @@ def _check_device(device: str) -> str:
 
 def _check_split(split: str | None) -> str | None:
     from atlas_cli.datasets.dataset import SPLITS
-    from atlas_cli.errors import UsageError, nearest
+    from atlas_cli.errors import nearest
 
     if split is not None and split not in SPLITS:
         raise UsageError(f"--split {split}: expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
@@ -178,7 +201,7 @@ _FLAGS: dict[str, Any] = {
     "text": TextModel,
     "seed": Seed,
 }
-_WISHES: dict[str, Any] = {
+_RUN_OPTIONS: dict[str, Any] = {
     "folder": _option(Path, "--output", "-o", metavar="DIR", help="Folder of the run."),
     "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in -o DIR.")],
     "force": Force,
@@ -192,14 +215,9 @@ _SWITCHES = {"linearised", "resume", "force", "as_json", "quiet"}
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What concerns this run only and does not change its result."""
+class OutputOptions:
+    """How a result is shown, and how much is said on the way."""
 
-    folder: Path | None = None
-    resume: bool = False
-    force: bool = False
-    threads: int | None = None
-    device: str = "auto"
     as_json: bool = False
     quiet: bool = False
 
@@ -210,21 +228,22 @@ def learning_command(
     """The command with the options of learning, `without` some, beside its own.
 
     `function` is called with its own options, and with `flags`, the keys of a recipe that were
-    given, and `options`.
+    given, `options` of the run, and `output`.
     """
     own = {
         name: parameter
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-        if name not in ("flags", "options")
+        if name not in ("flags", "options", "output")
     }
     offered = [name for name in _FLAGS if name not in without]
-    kinds = {**{name: _FLAGS[name] for name in offered}, **_WISHES}
+    kinds = {**{name: _FLAGS[name] for name in offered}, **_RUN_OPTIONS}
     shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
 
     def command(**given: Any) -> None:
-        options = RunOptions(**{name: given.pop(name) for name in _WISHES})
+        output = OutputOptions(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
+        options = RunOptions(**{name: given.pop(name) for name in _RUN_OPTIONS if name in given})
         flags = given_flags({name: given.pop(name) for name in offered})
-        function(**given, flags=flags, options=options)
+        function(**given, flags=flags, options=options, output=output)
 
     parameters = {**own, **shared}
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -242,3 +261,114 @@ def _parameter(name: str, kind: Any) -> inspect.Parameter:
 def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that were given: a switch that is off and an empty list were not."""
     return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}
+
+
+# Running a learning verb ----------------------------------------------------------------------
+
+_EXAMPLES = {
+    "model": "--model builtin:tiny",
+    "vectors": "--vectors v/",
+    "control": "--control builtin:everything",
+}
+
+
+def recipe_keys(
+    schema: type, data: Sequence[str], flags: Mapping[str, Any], *, many: bool
+) -> tuple[dict[str, Any], str]:
+    """The keys of a recipe with the flags laid over it, or of the flags alone.
+
+    Also gives what errors put before their names. `many` says whether the recipe's data is a list.
+    """
+    if len(data) == 1 and (data[0] == "-" or data[0].endswith((".yaml", ".yml"))):
+        return {**read_keys(schema, *console.read_text(data[0])), **flags}, ""
+    required = [
+        field.name
+        for field in dataclasses.fields(schema)
+        if field.default is field.default_factory is dataclasses.MISSING and field.name != "data"
+    ]
+    for key in required:
+        if not flags.get(key):
+            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
+    return {"data": list(data) if many else data[0], **flags}, "--"
+
+
+def given_recipe(
+    schema: type[Learning], data: str | Sequence[str], flags: Mapping[str, Any]
+) -> Learning:
+    """The recipe of a learning command: a file with the flags laid over it, or the flags alone."""
+    many = not isinstance(data, str)
+    names = [data] if isinstance(data, str) else data
+    return learning_recipe(schema, *recipe_keys(schema, names, flags, many=many))
+
+
+class ConsoleListener:
+    """Shows what happens in a run on stderr, and asks it to stop when the user interrupts it."""
+
+    def __init__(self, output: OutputOptions) -> None:
+        self._output = output
+        self._training = ExitStack()
+        self._advance: Callable[[str, int], None] = lambda text, images: None
+        self._interrupted: list[int] = []
+
+    def stop(self) -> bool:
+        """Whether the user interrupted the training."""
+        return bool(self._interrupted)
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        match event:
+            case Warned(text):
+                console.warn(text)
+            case Planned(lines):
+                self._note(*lines)
+            case TrainingStarted(steps):
+                self._interrupted = self._training.enter_context(stoppable())
+                if steps is not None:
+                    bar = console.training(steps, quiet=self._output.quiet)
+                    self._advance = self._training.enter_context(bar)
+            case StepTaken(step, batch_size, measure):
+                text = f"loss {step.loss:.3f}  {measure} {100 * step.accuracy:.1f}"
+                self._advance(text, batch_size)
+            case TrainingEnded():
+                self._training.close()
+            case EpochScored(task, epoch, accuracy, images):
+                when = f"epoch {epoch}" if epoch else "zero-shot"
+                self._note(f"{task}: {when} {100 * accuracy:.2f} {images}")
+            case TaskFinished(result):
+                if not self._output.as_json:
+                    console.emit(result)
+
+    def _note(self, *lines: str) -> None:
+        if not self._output.quiet:
+            for line in lines:
+                console.note(line)
+
+
+def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
+    """Run a verb, show its result, and leave with the exit code that it deserves."""
+    listener = ConsoleListener(output)
+    result = verb(on_event=listener, stop=listener.stop)
+    for line in result.notes:
+        console.note(line)
+    if result.rows and not output.quiet:
+        console.tell_table(
+            [
+                {
+                    key: cell if isinstance(cell, str) else console.percent(cell)
+                    for key, cell in row.items()
+                }
+                for row in result.rows
+            ]
+        )
+    if output.as_json:
+        console.emit({"atlas": __version__, **result.facts}, as_json=True)
+    else:
+        console.write(result.text)
+    if result.stopped:
+        raise typer.Exit(130)
+    if result.failed:
+        raise AtlasError(result.failed)
+
+
+def _shown(cell: str | float | None) -> str:
+    return cell if isinstance(cell, str) else console.percent(cell)

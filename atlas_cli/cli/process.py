@@ -6,13 +6,15 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from types import FrameType
 
 _SLOW = "atlas_cli.cli.warm"
 
@@ -85,3 +87,19 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def stoppable() -> Iterator[list[int]]:
+    """An interrupt asks for an end after the step at hand; a second one ends at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -9,10 +9,10 @@ import typer
 
 from atlas_cli.cli import console
 from atlas_cli.cli.options import Force
-from atlas_cli.cli.targets import VectorTarget, check_targets
 from atlas_cli.io.files import write_text
 from atlas_cli.reports.plots import check_libraries
 from atlas_cli.reports.runs import read_run
+from atlas_cli.vectors.targets import VectorTarget, check_targets
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of learning runs.")]
 OutputFile = Annotated[

@@ -1,4 +1,4 @@
-"""What predictions tell of a model without labels, and what in them speaks against it."""
+"""Statistics of predictions without labels: which to trust, and what speaks against a model."""
 
 from __future__ import annotations
 
@@ -60,55 +60,67 @@ def divergence(prior: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return (prior * ratio).sum()
 
 
-# What may speak against a model, the gravest first, and why.
+# What may speak against a model, the gravest first, and why. The names are shown to users.
 OBJECTIONS = {
     "collapse": "predictions crowd into fewer classes than before",
     "disagreement": "views of the same image are told apart more often than before",
     "doubt": "predictions are hardly better ordered than before",
 }
-_MORE_SKEW = 0.1  # nats
+_MORE_IMBALANCE = 0.1  # nats
 _LESS_AGREEMENT = 0.1  # of all images
-_MORE_MERIT = 0.03
+_MORE_INFORMATION = 0.03
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Of predictions for images and for other views of them, all without labels.
+class PredictionStatistics:
+    """Statistics of predictions for images and for other views of them, all without labels.
 
-    `agreement` is the share of images that both views are classified alike in, `entropy` the mean
-    of the predictions' entropies, `skew` the divergence of their mean from a prior, and `merit`
-    what grows as predictions become sure and yet remain spread as the prior says.
+    `agreement` is the share of images whose two views are classified alike, `entropy` the mean
+    entropy of the predictions, `imbalance` the divergence of their mean from a prior, and
+    `information` grows as predictions become confident and yet remain spread as the prior says.
     """
 
     agreement: float
     entropy: float
-    skew: float
-    merit: float
+    imbalance: float
+    information: float
+
+    def values(self) -> dict[str, float]:
+        """The numbers by the names that results and saved runs know them by."""
+        return {
+            "agreement": self.agreement,
+            "entropy": self.entropy,
+            "skew": self.imbalance,
+            "merit": self.information,
+        }
 
 
-def read_signs(weak: torch.Tensor, strong: torch.Tensor, prior: torch.Tensor) -> Signs:
-    """The signs of probabilities, (images, classes), for the images and for other views of them.
+def prediction_statistics(
+    weak: torch.Tensor, strong: torch.Tensor, prior: torch.Tensor
+) -> PredictionStatistics:
+    """The statistics of probabilities, (images, classes), for images and for other views of them.
 
-    merit = 1 - (mean entropy + KL(mean prediction | prior)) / log(classes). With a uniform prior
-    this is the information that predictions hold of images, as a share of the most there can be.
+    information = 1 - (mean entropy + KL(mean prediction | prior)) / log(classes). With a uniform
+    prior this is the mutual information of images and predictions, as a share of the most there
+    can be.
     """
     mean = weak.double().mean(dim=0)
     entropy = torch.special.entr(weak.double()).sum(dim=1).mean().item()
-    skew = divergence(mean, prior.to(mean)).item()
-    return Signs(
+    imbalance = divergence(mean, prior.to(mean)).item()
+    return PredictionStatistics(
         agreement=(weak.argmax(dim=1) == strong.argmax(dim=1)).double().mean().item(),
         entropy=entropy,
-        skew=skew,
-        merit=1 - (entropy + skew) / math.log(weak.shape[1]),
+        imbalance=imbalance,
+        information=1 - (entropy + imbalance) / math.log(weak.shape[1]),
     )
 
 
-def objection(before: Signs, after: Signs) -> str | None:
+def objection(before: PredictionStatistics, after: PredictionStatistics) -> str | None:
     """What speaks against a model that came after another: a key of OBJECTIONS, or None."""
-    if after.skew > before.skew + _MORE_SKEW:
+    if after.imbalance > before.imbalance + _MORE_IMBALANCE:
         return "collapse"
     if after.agreement < before.agreement - _LESS_AGREEMENT:
         return "disagreement"
-    if after.merit < before.merit + _MORE_MERIT:
+    if after.information < before.information + _MORE_INFORMATION:
         return "doubt"
     return None

@@ -1,18 +1,18 @@
-"""What learning buys: the same tasks with a uniform scale, with merges, and with own models."""
+"""Accuracies to report beside learning: of uniform scales, merges, own models, and every class."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from atlas_cli.core.storage import decode
-from atlas_cli.learning.add import own_tables
-from atlas_cli.learning.batches import score
-from atlas_cli.learning.selection import folds_for, search_tables
-from atlas_cli.learning.setup import PreparedRun, Setting
+from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.learning.batches import hits, predict, score
+from atlas_cli.learning.selection import policy_for, search_tables
+from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
 from atlas_cli.recipes.learning import parse_individual
@@ -20,7 +20,7 @@ from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
 from atlas_cli.registry import MERGE_METHODS
 
 
-def contest(
+def accuracies(
     ready: PreparedRun,
     coefficients: torch.Tensor,
     scales: Iterable[torch.Tensor],
@@ -30,69 +30,197 @@ def contest(
 
     Nothing is searched if there are no scales.
     """
-    setting, objective = ready.setting, ready.objective
+    setup, objective = ready.setup, ready.objective
     recipe = ready.inputs.recipe
-    (whole,) = folds_for("same", setting.tasks, recipe.seed)
-    tables = {"zero-shot": setting.table()}
+    (whole,) = policy_for("same", setup.tasks, recipe.seed).folds
+    tables = {"zero-shot": setup.table()}
     if recipe.method == "search":
         tables["search"] = coefficients
     else:
         if searched := list(scales):
             tables["search"] = search_tables(objective, whole, searched).coefficients
         tables[recipe.method] = coefficients
-    found = {name: _accuracies(setting, table) for name, table in tables.items()}
+    found = {name: _accuracies_with(setup, table) for name, table in tables.items()}
     for text in merges:
-        setting.tower.hold(merged(setting, *parse_merge(text)))
-        found[text] = _measured(setting)
+        setup.model.hold(merged(setup, *parse_merge(text)))
+        found[text] = _measured(setup)
     return found
 
 
 def individual(ready: PreparedRun) -> list[float | None]:
     """The accuracy of each task's own model: as given, or base + its own vector; else None."""
-    setting, recipe = ready.setting, ready.inputs.recipe
+    setup, recipe = ready.setup, ready.inputs.recipe
     given = dict(filter(None, map(parse_individual, recipe.individual)))
     found: list[float | None] = []
     for task, (dataset, own) in enumerate(
-        zip(ready.inputs.datasets, own_tables(setting), strict=True)
+        zip(ready.inputs.datasets, own_tables(setup), strict=True)
     ):
         if dataset.name in given:
             found.append(given[dataset.name])
         elif own is None:
             found.append(None)
         else:
-            setting.tower.load(own)
-            found.append(_accuracy(setting, task))
+            setup.model.load(own)
+            found.append(_accuracy(setup, task))
     return found
 
 
-def _accuracies(setting: Setting, table: torch.Tensor) -> list[float]:
-    setting.tower.load(table)
-    return _measured(setting)
+def _accuracies_with(setup: Setup, table: torch.Tensor) -> list[float]:
+    setup.model.load(table)
+    return _measured(setup)
 
 
-def _measured(setting: Setting) -> list[float]:
-    return [_accuracy(setting, task) for task in range(len(setting.tasks))]
+def _measured(setup: Setup) -> list[float]:
+    return [_accuracy(setup, task) for task in range(len(setup.tasks))]
 
 
-def _accuracy(setting: Setting, task: int) -> float:
-    """The accuracy on all images that judge a task, with what the tower has loaded."""
-    pixels = (setting.judges or setting.tasks)[task]
+def _accuracy(setup: Setup, task: int) -> float:
+    """The accuracy on all images that judge a task, with what the model has loaded."""
+    pixels = (setup.judges or setup.tasks)[task]
     images = range(len(pixels.dataset.samples))
-    return score(setting.tower, pixels, images, setting.heads[task]).accuracy
+    return score(setup.model, pixels, images, setup.heads[task]).accuracy
+
+
+def own_tables(setup: Setup) -> list[torch.Tensor | None]:
+    """For each task the coefficients of its own vector alone, if there is one of its name."""
+    found: list[torch.Tensor | None] = []
+    for dataset in setup.inputs.datasets:
+        number = own_vector(setup.pool, dataset)
+        table = setup.table()
+        if number is not None:
+            table[number] = 1.0
+        found.append(table if number is not None else None)
+    return found
+
+
+def disentanglement(
+    setup: Setup, coefficients: torch.Tensor, own: Sequence[int]
+) -> list[list[float]]:
+    """xi[i][j]: the share of the images of task i that vector j makes to be classified otherwise.
+
+    The prediction of base + vector i is compared with that of base + vectors i and j, each with
+    its learned coefficients (the paper's eq. 10 to 12). `own` numbers the vector of each task.
+    """
+    found = []
+    for task, (pixels, head) in enumerate(zip(setup.tasks, setup.heads, strict=True)):
+        alone = _predictions(setup, coefficients, {own[task]}, pixels, head)
+        found.append(
+            [
+                (alone != _predictions(setup, coefficients, {own[task], other}, pixels, head))
+                .float()
+                .mean()
+                .item()
+                if other != own[task]
+                else 0.0
+                for other in own
+            ]
+        )
+    return found
+
+
+def _predictions(
+    setup: Setup, coefficients: torch.Tensor, kept: set[int], pixels: Pixels, head: torch.Tensor
+) -> torch.Tensor:
+    table = torch.zeros_like(coefficients)
+    for number in kept:
+        table[number] = coefficients[number]
+    setup.model.load(table)
+    every = range(len(pixels.dataset.samples))
+    return predict(setup.model, pixels, every, head).argmax(dim=1)
+
+
+# Every class ----------------------------------------------------------------------------------
+
+
+class ClassAccuracy(TypedDict):
+    """A class: how many images it has, and the share of them that are recognised."""
+
+    images: int
+    zero_shot: float
+    learned: float
+
+
+class TaskClasses(TypedDict):
+    """The classes of a task, and in words which images were looked at."""
+
+    task: str
+    on: str
+    classes: dict[str, ClassAccuracy]
+
+
+def by_class(ready: PreparedRun, coefficients: torch.Tensor) -> list[TaskClasses]:
+    """Zero-shot and with coefficients, for every class of every task that has images."""
+    setup = ready.setup
+    chosen = [_images(ready, task) for task in range(len(setup.tasks))]
+    before = _hits(ready, setup.table(), chosen)
+    after = _hits(ready, coefficients, chosen)
+    return [
+        {
+            "task": ready.inputs.datasets[task].name,
+            "on": words,
+            "classes": _classes(pixels, indices, before[task], after[task]),
+        }
+        for task, (pixels, indices, words) in enumerate(chosen)
+    ]
+
+
+_Chosen = tuple[Pixels, Sequence[int], str]
+
+
+def _images(ready: PreparedRun, task: int) -> _Chosen:
+    """The images that score a task; where only folds are scored, those that it learned from."""
+    setup = ready.setup
+    if setup.judges:
+        pixels = setup.judges[task]
+        count = len(pixels.dataset.samples)
+        return pixels, range(count), f"{count} images of {pixels.dataset.name} to select on"
+    pixels, fold = setup.tasks[task], ready.policy.folds[-1]
+    everything = range(len(pixels.dataset.samples))
+    indices = everything if fold.scored_on is None else fold.scored_on[task]
+    held = set(indices).isdisjoint(fold.train[task])
+    words = "images held out" if held else "images that it learned from"
+    return pixels, indices, f"{len(indices)} {words}"
+
+
+def _hits(
+    ready: PreparedRun, coefficients: torch.Tensor, chosen: Sequence[_Chosen]
+) -> list[torch.Tensor]:
+    model, heads = ready.setup.model, ready.setup.heads
+    model.load(coefficients)
+    return [
+        hits(predict(model, pixels, indices, head), pixels.labels[list(indices)])
+        for (pixels, indices, _), head in zip(chosen, heads, strict=True)
+    ]
+
+
+def _classes(
+    pixels: Pixels, indices: Sequence[int], before: torch.Tensor, after: torch.Tensor
+) -> dict[str, ClassAccuracy]:
+    labels = pixels.labels[list(indices)]
+    found: dict[str, ClassAccuracy] = {}
+    for number, name in enumerate(pixels.dataset.classes):
+        members = labels == number
+        if count := int(members.sum().item()):
+            found[name] = {
+                "images": count,
+                "zero_shot": before[members].sum().item() / count,
+                "learned": after[members].sum().item() / count,
+            }
+    return found
 
 
 # Merges ---------------------------------------------------------------------------------------
 
 
-def merged(setting: Setting, method: str, given: dict[str, float]) -> dict[str, torch.Tensor]:
+def merged(setup: Setup, method: str, given: dict[str, float]) -> dict[str, torch.Tensor]:
     """The tensors that a merge method makes of the base and of base + each vector."""
     formula = MERGE_METHODS[method]
     found = {}
-    depths = depths_of(list(setting.tower.composition.base))
-    for name, base in setting.tower.composition.base.items():
+    depths = depths_of(list(setup.model.composition.base))
+    for name, base in setup.model.composition.base.items():
         base = base.float().cpu()
-        models = tuple(base + _delta(member.vector, name, base) for member in setting.pool.members)
-        seed = hashlib.sha256(f"{setting.inputs.recipe.seed}:{name}".encode()).digest()[:7]
+        models = tuple(base + _delta(member.vector, name, base) for member in setup.pool.members)
+        seed = hashlib.sha256(f"{setup.inputs.recipe.seed}:{name}".encode()).digest()[:7]
         own = {key: given.get(key, one.compared) for key, one in formula.per_model.items()}
         values = Values(
             tuple(own for _ in models),

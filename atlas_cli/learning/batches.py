@@ -15,7 +15,9 @@ from atlas_cli.core.augment import MILD
 from atlas_cli.core.losses import Loss, cross_entropy, logits_of
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.errors import UsageError
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
+from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:
     from atlas_cli.learning.selection import Fold, Score
@@ -216,6 +218,16 @@ def predict(
         images = pixels.fixed(indices[start : start + _SCORED_AT_ONCE])
         found.append(logits_of(model.features(images), head).cpu())
     return torch.cat(found)
+
+
+def labelled_loss(name: str, command: str) -> Loss:
+    """The loss that a command knows by a name. Raises UsageError if it cannot be taken here."""
+    entry = find_objective(name, command)
+    if entry.stateful or not set(entry.needs) <= {"labels"}:
+        raise UsageError(f"objective '{name}' needs more than {command} has: logits and labels")
+    if "labels" in entry.needs:
+        return lambda logits, labels: entry.function(logits, labels=labels)
+    return lambda logits, labels: entry.function(logits)
 
 
 # Objectives -----------------------------------------------------------------------------------

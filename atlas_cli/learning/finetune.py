@@ -1,244 +1,330 @@
-"""Images of one task -> an image tower trained on them, with the zero-shot head frozen."""
+"""finetune: train the image tower of a model on each of some tasks, and write its task vectors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
-from atlas_cli.datasets.dataset import task_name
-from atlas_cli.datasets.pixels import Pixels, view_of
-from atlas_cli.errors import AtlasError, CheckpointError
-from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, score
-from atlas_cli.learning.loop import Step, descend
-from atlas_cli.learning.run_folder import SavedRun, below
-from atlas_cli.learning.selection import hold_out
-from atlas_cli.learning.setup import Inputs, config_of
-from atlas_cli.models.clip import Clip, open_model
-from atlas_cli.models.folders import whole_folder, write_model
-from atlas_cli.models.trainable import (
-    ALPHA,
-    LoraModel,
-    TrainableModel,
-    checkpoint_activations,
-    names_of,
-    start_factors,
-    write_adapter,
+from atlas_cli.datasets.dataset import Dataset, expand_references, has_split, task_name
+from atlas_cli.errors import AtlasError, DataError, UsageError
+from atlas_cli.learning.events import (
+    EpochScored,
+    Listener,
+    Planned,
+    StepTaken,
+    TaskFinished,
+    Warned,
+    ignore,
+    never,
 )
-from atlas_cli.models.zero_shot import zero_shot_head
-from atlas_cli.parallel import ThreadPool, thread_pool_for
-from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
+from atlas_cli.learning.run import (
+    Inputs,
+    RunOptions,
+    check_model,
+    find_model,
+    open_folder,
+    open_labelled,
+    training,
+)
+from atlas_cli.recipes.finetune import FinetuneRecipe
+from atlas_cli.sources.locate import locate
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors.targets import VectorTarget, check_targets
 
-_PREFIX = "visual."
-_PIXELS = 2**30  # bytes of decoded images that are kept
-_STATE, _KEPT = "state.", "kept."
-
-Weights = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    from atlas_cli.learning.loop import Step
+    from atlas_cli.learning.weights import FinetuneCheckpoint, WeightTrainer
 
 
 @dataclass(frozen=True)
-class FinetuneCheckpoint:
-    """Where fine-tuning stands after a step.
+class VectorOutput:
+    """Where task vectors are to go: a file for one, or a folder for all."""
 
-    `accuracies` are those on images held out: zero-shot first, then after every epoch. `kept` are
-    the weights of the best epoch so far, if that is wanted; at the end, those of the result.
-    Tensors are valid until the next step.
+    vector: Path | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneTask:
+    """A task to train on, the images that score it, and where its results go."""
+
+    name: str
+    dataset: Dataset
+    judges: tuple[Dataset, ...]
+    folder: Path | None
+    target: VectorTarget
+
+    @property
+    def scored_on(self) -> str:
+        return "of the val split" if self.judges else "held out"
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A model that was trained on a task. Shown as the paths of what was written, or as JSON."""
+
+    data: str
+    model: str | None
+    adapter: str | None
+    vector: str | None
+    zero_shot: float | None
+    accuracy: float | None
+    accuracies: list[float]
+    steps: int
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "\n".join(path for path in (self.model, self.adapter, self.vector) if path)
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """The tasks that were finished; `stopped` says where it was stopped, if it was."""
+
+    tasks: tuple[Finetuned, ...]
+    stopped: bool
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.tasks))
+
+
+def finetune(
+    recipe: FinetuneRecipe,
+    options: RunOptions | None = None,
+    *,
+    vectors: VectorOutput | None = None,
+    on_event: Listener = ignore,
+    stop: Callable[[], bool] = never,
+) -> FinetuneResult:
+    """Train the image tower of a model on each task with its zero-shot head frozen.
+
+    Models and adapters go to the folder of the options, task vectors to where `vectors` says.
     """
+    options, vectors = options or RunOptions(), vectors or VectorOutput()
+    options.check()
+    if not (options.folder or vectors.vector or vectors.folder):
+        raise UsageError("nothing would be kept; give -o DIR, --vector FILE or --vectors-dir DIR")
+    check_model(recipe)
+    tasks = list(_tasks(recipe, vectors, options))
+    _check_names(tasks)
+    check_targets([task.target for task in tasks], force=options.force or options.resume)
+    source, opening = find_model(recipe, options)
+    results: list[Finetuned] = []
+    with _folder_of_all(tasks, options):
+        for task in tasks:
+            own = dataclasses.replace(recipe, data=[task.dataset.name])
+            datasets = (task.dataset,)
+            inputs = Inputs(
+                "finetune", own, source, (), datasets, task.judges, opening, options.cores
+            )
+            found, note = _finetune(task, inputs, options, on_event, stop)
+            if found:
+                results.append(found)
+                on_event(TaskFinished(found))
+            if stop():
+                return FinetuneResult(tuple(results), True, (note,) if note else ())
+    return FinetuneResult(tuple(results), False)
 
-    step: Step | None
-    accuracies: tuple[float, ...]
-    over: bool = False
-    kept: Weights = field(default_factory=dict, repr=False)
-    state: Weights = field(default_factory=dict, repr=False)
+
+# Before anything is trained -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FinetuneTrainer:
-    """A tower, the images it is trained on, and those that tell how well it does."""
+def _tasks(
+    recipe: FinetuneRecipe, vectors: VectorOutput, options: RunOptions
+) -> Iterator[FinetuneTask]:
+    """The tasks with their images."""
+    names = expand_references(recipe.data)
+    if len(names) > 1 and vectors.vector:
+        raise UsageError(f"--vector is one file for {len(names)} tasks; give --vectors-dir DIR")
+    if vectors.vector and vectors.folder:
+        raise UsageError("--vector and --vectors-dir both say where the vector goes; give one")
+    if vectors.vector and vectors.vector.suffix != ".safetensors":
+        raise UsageError(f"--vector {vectors.vector}: expected a name that ends in .safetensors")
+    for name in names:
+        dataset = open_labelled(recipe, name)
+        called = task_name(dataset)
+        folder = options.folder / called if options.folder and len(names) > 1 else options.folder
+        path = vectors.folder / f"{called}.safetensors" if vectors.folder else vectors.vector
+        target = VectorTarget(path.stem if path else called, path)
+        yield FinetuneTask(called, dataset, _judges(recipe, dataset), folder, target)
 
-    inputs: Inputs
-    clip: Clip
-    tower: TrainableModel | LoraModel
-    problem: LabelledData
-    head: torch.Tensor
-    judge: Pixels
-    judged_by: tuple[int, ...]
-    optimizer_config: OptimizerConfig
 
-    @property
-    def recipe(self) -> FinetuneRecipe:
-        """What the user asked for."""
-        found: FinetuneRecipe = self.inputs.recipe
-        return found
+def _judges(recipe: FinetuneRecipe, dataset: Dataset) -> tuple[Dataset, ...]:
+    """The val split of the same data, if there is one and it is not trained on."""
+    if dataset.split == "val" or not has_split(dataset.name, "val"):
+        return ()
+    judge = open_labelled(dataclasses.replace(recipe, split="val", shots="all"), dataset.name)
+    if judge.classes != dataset.classes:
+        raise DataError(f"{dataset.name}: the classes of its val split are not those of the other")
+    return (judge,)
 
-    @property
-    def steps(self) -> int:
-        """How many steps there are."""
-        return self.problem.steps
 
-    @property
-    def batch_size(self) -> int:
-        """The images of a step."""
-        return self.recipe.batch_size
-
-    def config(self) -> dict[str, Any]:
-        """All that decides the result, as JSON."""
-        return config_of(self.inputs, self.clip)
-
-    def accuracy(self) -> float:
-        """How many of the images held out are classified rightly."""
-        return score(self.tower, self.judge, self.judged_by, self.head).accuracy
-
-    def begin(self) -> FinetuneCheckpoint:
-        """Before the first step: zero-shot."""
-        self.tower.load(self.tower.values)
-        return FinetuneCheckpoint(None, (self.accuracy(),) if self.judged_by else ())
-
-    def learn(self, checkpoint: FinetuneCheckpoint) -> Iterator[FinetuneCheckpoint]:
-        """Take the steps that remain and yield after each."""
-        if checkpoint.over:
-            return
-        scaled = self.clip.device.type == "cuda"
-        optimizer = WeightOptimizer(
-            self.tower.values, self.steps, self.optimizer_config, scaled=scaled
-        )
-        if checkpoint.state:
-            optimizer.restore(checkpoint.state)
-        accuracies, kept = checkpoint.accuracies, checkpoint.kept
-        for step in descend(self.tower, optimizer, self.problem):
-            over = step.number == self.steps
-            if over or step.number % self.problem.epoch_steps == 0:
-                accuracies, kept = self._after_epoch(optimizer.values, accuracies, kept)
-            if over:
-                result = kept or optimizer.values
-                yield FinetuneCheckpoint(step, accuracies, over, result)
-            else:
-                yield FinetuneCheckpoint(step, accuracies, over, kept, optimizer.state())
-
-    def _after_epoch(
-        self, values: Weights, accuracies: tuple[float, ...], kept: Weights
-    ) -> tuple[tuple[float, ...], Weights]:
-        """Judge the weights of an epoch, and keep a copy if they are the best and that is asked."""
-        if not self.judged_by:
-            return accuracies, kept
-        self.tower.load(values)
-        found = self.accuracy()
-        if self.recipe.select == "best" and found > max(accuracies[1:], default=-1.0):
-            kept = {name: tensor.cpu().clone() for name, tensor in values.items()}
-        return (*accuracies, found), kept
-
-    def step_of(self, checkpoint: FinetuneCheckpoint) -> Step:
-        """The last step."""
-        assert checkpoint.step is not None
-        return checkpoint.step
-
-    def is_over(self, checkpoint: FinetuneCheckpoint) -> bool:
-        """Whether all steps were taken."""
-        return checkpoint.over
-
-    def row(self, checkpoint: FinetuneCheckpoint) -> dict[str, object]:
-        """One line of metrics.jsonl; after an epoch also with the accuracy on images held out."""
-        step = self.step_of(checkpoint)
-        ends = checkpoint.over or step.number % self.problem.epoch_steps == 0
-        judged = {"val_accuracy": checkpoint.accuracies[-1]} if ends and self.judged_by else {}
-        return {**dataclasses.asdict(step), **judged}
-
-    def to_saved(
-        self, checkpoint: FinetuneCheckpoint
-    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """What a run's folder keeps of a moment."""
-        tensors = {f"{_STATE}{name}": tensor for name, tensor in checkpoint.state.items()}
-        tensors |= {f"{_KEPT}{name}": tensor for name, tensor in checkpoint.kept.items()}
-        step = dataclasses.asdict(checkpoint.step) if checkpoint.step else None
-        return tensors, {"step": step, "accuracies": checkpoint.accuracies, "over": checkpoint.over}
-
-    def from_saved(self, saved: SavedRun) -> FinetuneCheckpoint:
-        """The moment that was saved."""
-        facts, tensors = saved.facts, saved.tensors
-        try:
-            step = Step(**facts["step"]) if facts["step"] else None
-            accuracies, over = tuple(facts["accuracies"]), facts["over"]
-        except (KeyError, TypeError) as problem:
-            raise CheckpointError(f"{saved.path}: is not the state of a run") from problem
-        return FinetuneCheckpoint(
-            step, accuracies, over, below(_KEPT, tensors), below(_STATE, tensors)
-        )
-
-    def write(self, checkpoint: FinetuneCheckpoint, model: Path, adapter: Path) -> None:
-        """Write the model of a moment at the end and, if factors were trained, their adapter."""
-        if not all(tensor.isfinite().all() for tensor in checkpoint.kept.values()):
-            raise AtlasError("the weights are no longer finite; a lower learning rate may help")
-        rank = self.recipe.lora
-        if rank is not None:
-            with whole_folder(adapter) as temporary:
-                write_adapter(self.clip.module, rank, checkpoint.kept, temporary)
-        write_model(self.clip, self.tower.load(checkpoint.kept), model)
+def _check_names(tasks: Sequence[FinetuneTask]) -> None:
+    names = [task.name for task in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two tasks are called {name}; fine-tune on them one by one")
 
 
 @contextmanager
-def prepared(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[FinetuneTrainer]:
-    """Open a model and the images of one task, and make the tower ready to be trained."""
-    recipe: FinetuneRecipe = inputs.recipe
-    (dataset,) = inputs.datasets
-    clip = open_model(inputs.model, inputs.opening)
-    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
-    head = zero_shot_head(clip, dataset.classes, dataset.templates, warn)
-    view = view_of(clip.preprocess)
-    shown = Pixels(dataset, view, _PIXELS, clip.device)
-    train = tuple(range(len(dataset.samples)))
-    if inputs.judges:
-        judge = Pixels(inputs.judges[0], view, _PIXELS, clip.device)
-        judged_by = tuple(range(len(judge.dataset.samples)))
-    else:
-        judge, judged_by = shown, hold_out(shown, recipe.seed)
-        train = tuple(index for index in train if index not in set(judged_by))
-    training = training_of(recipe, task_name(dataset))
-    problem = LabelledData([TaskData(shown, head)], [train], training)
-    optimizer_config = dataclasses.replace(
-        training.optimizer_config, warmup=warmup_of(recipe, problem.steps)
+def _folder_of_all(tasks: Sequence[FinetuneTask], options: RunOptions) -> Iterator[None]:
+    """With the folder that holds one run for each of several tasks, which goes if it stays empty.
+
+    Raises AtlasError if a run may not use its folder.
+    """
+    from atlas_cli.learning.run_folder import check_folder
+
+    several = options.folder if len(tasks) > 1 else None
+    made = several is not None and not several.exists()
+    if several and made:
+        check_folder(several, resume=options.resume, force=options.force)
+        several.mkdir()
+    try:
+        for task in tasks:
+            if task.folder:
+                check_folder(task.folder, resume=options.resume, force=options.force)
+        yield
+    finally:
+        if several and made and not any(several.iterdir()):
+            several.rmdir()
+
+
+# Training -------------------------------------------------------------------------------------
+
+
+def _finetune(
+    task: FinetuneTask,
+    inputs: Inputs,
+    options: RunOptions,
+    on_event: Listener,
+    stop: Callable[[], bool],
+) -> tuple[Finetuned | None, str | None]:
+    """Train on one task and write what is wanted, or say where it was stopped before the end."""
+    from atlas_cli.learning.loop import train
+    from atlas_cli.learning.weights import prepared_trainer
+
+    with prepared_trainer(inputs, lambda text: on_event(Warned(text))) as trainer:
+        on_event(Planned((_plan(task, trainer),)))
+        folder = open_folder(task.folder, trainer.config, resume=options.resume)
+        announced = 0
+
+        def on_checkpoint(checkpoint: FinetuneCheckpoint, step: Step | None) -> None:
+            nonlocal announced
+            if step:
+                on_event(StepTaken(step, trainer.batch_size))
+            for epoch in range(announced, len(checkpoint.accuracies)):
+                accuracy = checkpoint.accuracies[epoch]
+                on_event(EpochScored(task.name, epoch, accuracy, task.scored_on))
+            announced = len(checkpoint.accuracies)
+
+        try:
+            with training(on_event, trainer.steps):
+                checkpoint = train(
+                    trainer,
+                    folder,
+                    resume=options.resume,
+                    stop=stop,
+                    on_checkpoint=on_checkpoint,
+                )
+            if not checkpoint.over:
+                return None, _stopped(task, checkpoint)
+            return _write(task, trainer, checkpoint, on_event), None
+        except AtlasError:
+            if folder:
+                folder.abandon()
+            raise
+
+
+def _write(
+    task: FinetuneTask,
+    trainer: WeightTrainer,
+    checkpoint: FinetuneCheckpoint,
+    on_event: Listener,
+) -> Finetuned:
+    """Write the model, the adapter and the vector, and say how well it does."""
+    from atlas_cli.learning.run_folder import ADAPTER, MODEL
+
+    recipe = trainer.recipe
+    with tempfile.TemporaryDirectory(prefix="atlas-") as temporary:
+        home = task.folder or Path(temporary)
+        model, adapter = home / MODEL, home / ADAPTER
+        trainer.write(checkpoint, model, adapter)
+        if task.target.path:
+            _extract(task, trainer, adapter if recipe.lora else model, on_event)
+    zero_shot, accuracy = _scores(task, trainer, checkpoint, on_event)
+    return Finetuned(
+        data=task.dataset.name,
+        model=str(model) if task.folder else None,
+        adapter=str(adapter) if task.folder and recipe.lora else None,
+        vector=str(task.target.path) if task.target.path else None,
+        zero_shot=zero_shot,
+        accuracy=accuracy,
+        accuracies=list(checkpoint.accuracies),
+        steps=trainer.steps,
+        config=trainer.config,
     )
-    if recipe.checkpoint_activations:
-        checkpoint_activations(module)
-    with thread_pool_for(module, inputs.threads) as thread_pool:
-        tower = tower_of(clip, recipe, thread_pool)
-        yield FinetuneTrainer(
-            inputs, clip, tower, problem, head, judge, judged_by, optimizer_config
+
+
+def _extract(task: FinetuneTask, trainer: WeightTrainer, tuned: Path, on_event: Listener) -> None:
+    """Write the task vector as `atlas extract` does."""
+    from atlas_cli.vectors.bases import open_base
+    from atlas_cli.vectors.extract import Options, extract_to
+
+    inputs, target = trainer.inputs, task.target
+    source = locate(parse_reference(str(tuned)))
+    if not task.folder:  # nobody will find the folder that this was
+        reference = dataclasses.replace(source.reference, text=f"fine-tuned on {task.name}")
+        source = dataclasses.replace(source, reference=reference)
+    base = open_base(inputs.model, "visual", architecture=inputs.recipe.arch)
+    assert target.path is not None
+    options = Options(warn=lambda text: on_event(Warned(text)))
+    with target.folder():
+        extract_to(target.path, target.name, base, source, options)
+
+
+# In words -------------------------------------------------------------------------------------
+
+
+def _plan(task: FinetuneTask, trainer: WeightTrainer) -> str:
+    count = sum(tensor.numel() for tensor in trainer.model.values.values())
+    judged = f"judged by {len(trainer.scored_on)} images {task.scored_on}"
+    if not trainer.scored_on:
+        judged = "no class has an image to spare, so nothing judges it"
+    epochs = trainer.steps / trainer.data.epoch_steps
+    text = f"{task.name}: {count:,} numbers, {trainer.steps} steps ({epochs:.3g} epochs), {judged}"
+    if trainer.recipe.linearised:
+        text += "; other programs run the weights of the expansion as an ordinary model"
+    return text
+
+
+def _stopped(task: FinetuneTask, checkpoint: FinetuneCheckpoint) -> str:
+    step = checkpoint.step.number if checkpoint.step else 0
+    kept = "; --resume goes on" if task.folder else ", and without -o nothing is kept"
+    return f"{task.name}: stopped after step {step}{kept}"
+
+
+def _scores(
+    task: FinetuneTask,
+    trainer: WeightTrainer,
+    checkpoint: FinetuneCheckpoint,
+    on_event: Listener,
+) -> tuple[float | None, float | None]:
+    """The accuracy of zero-shot and of the weights that are kept, if any images score them."""
+    if not checkpoint.accuracies:
+        return None, None
+    before, *epochs = checkpoint.accuracies
+    after = max(epochs) if trainer.recipe.select == "best" else epochs[-1]
+    if after < before:
+        on_event(
+            Warned(
+                f"{task.name}: fine-tuning lowered the accuracy from {100 * before:.2f} to "
+                f"{100 * after:.2f}; another learning rate may help"
+            )
         )
-
-
-def tower_of(
-    clip: Clip, recipe: FinetuneRecipe, thread_pool: ThreadPool | None
-) -> TrainableModel | LoraModel:
-    """The image tower with what is trained in it."""
-    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
-    if recipe.lora is not None:
-        factors, pairs = start_factors(clip.module, recipe.lora, recipe.seed)
-        scale = ALPHA / recipe.lora
-        return LoraModel(module, factors, pairs, scale, prefix=_PREFIX, thread_pool=thread_pool)
-    names = names_of(module, recipe.tune)
-    return TrainableModel(
-        module, names, prefix=_PREFIX, thread_pool=thread_pool, linear=recipe.linearised
-    )
-
-
-def training_of(recipe: FinetuneRecipe, task: str) -> TrainingConfig:
-    """How a recipe wants images shown and weights moved."""
-    optimizer_config = OptimizerConfig(
-        rate=recipe.lr, decay=recipe.weight_decay, clip=recipe.clip, schedule=recipe.schedule
-    )
-    return TrainingConfig(
-        epochs=epochs_of(recipe, task),
-        steps=recipe.steps,
-        batch_size=recipe.batch_size,
-        accumulate=recipe.accumulate,
-        min_steps=1,
-        augment=recipe.augment,
-        seed=recipe.seed,
-        optimizer_config=optimizer_config,
-    )
+    return before, after

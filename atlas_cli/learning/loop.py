@@ -306,7 +306,7 @@ class CoefficientTrainer:
             for name, found in checkpoint.scores.items()
         }
         step = dataclasses.asdict(checkpoint.step) if checkpoint.step else None
-        facts = {"stage": checkpoint.fold, "step": step, "checks": scores}
+        facts: dict[str, object] = {"stage": checkpoint.fold, "step": step, "checks": scores}
         return {"best": checkpoint.best, **tensors}, facts
 
     def from_saved(self, saved: SavedRun) -> Checkpoint:

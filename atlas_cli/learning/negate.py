@@ -1,38 +1,116 @@
-"""Tasks to forget and a control task to keep -> coefficients of the tasks' own vectors."""
+"""negate: tasks to forget and a control task to keep -> coefficients of the tasks' own vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from atlas_cli.core.losses import FORGET
-from atlas_cli.learning.batches import TaskData, TaskScore
-from atlas_cli.learning.labelled import LabelledObjective
-from atlas_cli.learning.selection import Fold, Score, folds_for
-from atlas_cli.learning.setup import Setting, training_of
+from atlas_cli.datasets.dataset import Dataset
+from atlas_cli.learning.events import Listener, ignore, never
+from atlas_cli.learning.run import (
+    Cell,
+    LearningResult,
+    LearningVerb,
+    Report,
+    RunOptions,
+    learn,
+    open_tasks,
+    source_of,
+)
 from atlas_cli.recipes.learning import NegateRecipe
+from atlas_cli.recipes.merge_parameters import parse_merge
 
-_RETREAT = tuple(tenths / 10 for tenths in range(9, 0, -1))
+if TYPE_CHECKING:
+    from atlas_cli.learning.batches import LabelledObjective, TaskScore
+    from atlas_cli.learning.selection import Policy, Score, Selection
+    from atlas_cli.learning.setup import PreparedRun, Setup
+
+_BACKTRACK = tuple(tenths / 10 for tenths in range(9, 0, -1))
+_FAILED = (
+    "nothing lowered the accuracy on the target while the control kept {:g} % of its zero-shot "
+    "accuracy: all coefficients are 0; a lower --keep may help"
+)
 
 
-def negate(setting: Setting) -> tuple[LabelledObjective, list[Fold]]:
-    """forget(targets) + cross-entropy(control). Half of a batch is the control's."""
-    recipe: NegateRecipe = setting.inputs.recipe
-    *targets, control = zip(setting.tasks, setting.heads, strict=True)
-    loss, share = FORGET[recipe.forget], 0.5 / len(targets)
-    streams = [TaskData(pixels, head, loss, share) for pixels, head in targets]
-    objective = LabelledObjective(
-        setting.tower,
-        (*streams, TaskData(*control, share=0.5)),
-        training_of(recipe),
-        partial(forget, recipe.keep),
-        setting.table(),
-        references=(setting.table(),) * len(setting.tasks),
-        judges=setting.judges,
-        scaled=setting.scaled,
-        backtrack=_RETREAT,
-    )
-    return objective, folds_for(recipe.select, setting.tasks, recipe.seed)
+def negate(
+    recipe: NegateRecipe,
+    options: RunOptions | None = None,
+    *,
+    compare: Sequence[str] = (),
+    on_event: Listener = ignore,
+    stop: Callable[[], bool] = never,
+) -> LearningResult:
+    """Learn coefficients that forget some tasks while a control task stays.
+
+    `compare` names merges to report beside them, such as task_arithmetic:weight=-0.5.
+    """
+    verb = Negating(recipe, tuple(compare))
+    return learn(verb, options or RunOptions(), on_event, stop)
+
+
+@dataclass(frozen=True)
+class Negating(LearningVerb):
+    """Forget some tasks and keep another. `compare` names merges to report beside it."""
+
+    recipe: NegateRecipe
+    compare: tuple[str, ...] = ()
+    name = "negate"
+    farthest = -1.0
+
+    def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """The targets, and the control last."""
+        for text in self.compare:
+            parse_merge(text)
+        return open_tasks(self.recipe, [*self.recipe.data, self.recipe.control])
+
+    def objective(self, setup: Setup) -> tuple[LabelledObjective, Policy]:
+        """forget(targets) + cross-entropy(control). Half of a batch is the control's."""
+        from atlas_cli.learning.batches import LabelledObjective, TaskData, labelled_loss
+        from atlas_cli.learning.selection import policy_for
+        from atlas_cli.learning.setup import training_of
+
+        recipe = self.recipe
+        *targets, control = zip(setup.tasks, setup.heads, strict=True)
+        loss, share = labelled_loss(recipe.forget, "negate"), 0.5 / len(targets)
+        tasks = [TaskData(pixels, head, loss, share) for pixels, head in targets]
+        objective = LabelledObjective(
+            setup.model,
+            (*tasks, TaskData(*control, share=0.5)),
+            training_of(recipe),
+            partial(forget, recipe.keep),
+            setup.table(),
+            references=(setup.table(),) * len(setup.tasks),
+            judges=setup.judges,
+            scaled=setup.scaled,
+            backtrack=_BACKTRACK,
+        )
+        return objective, policy_for(recipe.select, setup.tasks, recipe.seed)
+
+    def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
+        """Targets and control: before, with the best uniform scale, learned, and as merged."""
+        from atlas_cli.learning.baselines import accuracies
+
+        others = ((), ()) if brief else (self.scales(ready), self.compare)
+        scores = accuracies(ready, selection.coefficients, *others)
+        before, after = scores["zero-shot"], scores[self.recipe.method]
+        names = [f"target {dataset.name}" for dataset in ready.inputs.datasets[:-1]]
+        names.append(f"control {ready.inputs.datasets[-1].name}")
+        changes = ", ".join(
+            f"{name} {100 * old:.2f} -> {100 * new:.2f}"
+            for name, old, new in zip(names, before, after, strict=True)
+        )
+        facts = {
+            "tasks": [dataset.name for dataset in ready.inputs.datasets],
+            "accuracy": scores,
+        }
+        failed = None if selection.improved else _FAILED.format(100 * self.recipe.keep)
+        comment = f"{source_of(ready)}\nAccuracy on these images: {changes}."
+        rows: list[dict[str, Cell]] = [
+            {"": method, **dict(zip(names, found, strict=True))} for method, found in scores.items()
+        ]
+        return Report(comment, (), facts, rows, failed)
 
 
 def forget(keep: float, scores: Sequence[TaskScore], zero_shot: Sequence[TaskScore]) -> Score:
@@ -41,6 +119,8 @@ def forget(keep: float, scores: Sequence[TaskScore], zero_shot: Sequence[TaskSco
     Valid are coefficients that lower the targets and whose accuracy on the control, the last task,
     is at least `keep` times that of zero-shot. Where the targets are equal, the control decides.
     """
+    from atlas_cli.learning.selection import Score
+
     target, control = _mean_accuracy(scores[:-1]), scores[-1].accuracy
     holds = control >= keep * zero_shot[-1].accuracy
     lower = target < _mean_accuracy(zero_shot[:-1])

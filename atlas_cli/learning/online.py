@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,11 +14,13 @@ from atlas_cli.core.losses import logits_of
 from atlas_cli.core.unlabelled import objection
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import DataError
-from atlas_cli.learning.loop import descend
-from atlas_cli.learning.selection import make_optimizer
-from atlas_cli.learning.setup import Setting
-from atlas_cli.learning.tta import Adaptation, adaptation_of
-from atlas_cli.learning.unlabelled import Unsupervised, problem_of
+from atlas_cli.learning.loop import descend, make_optimizer
+from atlas_cli.learning.setup import Setup
+from atlas_cli.learning.unlabelled import (
+    UnlabelledData,
+    UnlabelledObjective,
+    unlabelled_objective,
+)
 from atlas_cli.models.composed import LossOf
 
 _ENDLESS = 2**62  # steps
@@ -24,45 +28,44 @@ _PIXELS = 2**30  # bytes
 _GRAVE = ("collapse", "disagreement")
 
 
-class _Onward:
-    """One pass over the images of a problem, as steps that follow on those before."""
+class _ContinuedData:
+    """One pass over images, as steps that are counted on from those before."""
 
-    def __init__(self, problem: Unsupervised, first: int) -> None:
-        self._problem, self._first = problem, first
-        self.epoch_steps = problem.epoch_steps
-        self.steps = first + problem.epoch_steps
-        self.accuracy, self.diverged = problem.accuracy, problem.diverged
-        self.state, self.restore = problem.state, problem.restore
+    def __init__(self, data: UnlabelledData, first: int) -> None:
+        self._data, self._first = data, first
+        self.epoch_steps = data.epoch_steps
+        self.steps = first + data.epoch_steps
+        self.accuracy, self.diverged = data.accuracy, data.diverged
+        self.state, self.restore = data.state, data.restore
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
-        """The batch of a step."""
-        return self._problem.batches(step - self._first)
+        return self._data.batches(step - self._first)
 
 
 class OnlineAdapter:
-    """Coefficients on their way through a stream of images.
+    """Coefficients that adapt to a stream of images.
 
     Once `batch_size` images were predicted, they are learned from in one pass, and let go. Before
-    that they tell whether zero-shot would have suited them better: then all begins anew.
+    that they show whether zero-shot would have suited them better; if so, training starts again.
     """
 
-    def __init__(self, setting: Setting, said: Callable[[str], None]) -> None:
-        recipe = setting.inputs.recipe
+    def __init__(self, setup: Setup, warn: Callable[[str], None]) -> None:
+        recipe = setup.inputs.recipe
         once = dataclasses.replace(recipe, epochs=1, min_steps=1, schedule="constant")
-        inputs = dataclasses.replace(setting.inputs, recipe=once)
-        self._setting, self._said = dataclasses.replace(setting, inputs=inputs), said
+        inputs = replace(setup.inputs, recipe=once)
+        self._setup, self._warn = replace(setup, inputs=inputs), warn
         self._pixels = self._no_images()
         self._optimizer = make_optimizer(self._objective(), _ENDLESS)
-        self._memory: dict[str, torch.Tensor] = {}  # of the problem before
+        self._memory: dict[str, torch.Tensor] = {}  # of the data before
         self.seen = self.learned_from = 0
 
     def _no_images(self) -> Pixels:
-        empty = self._setting.tasks[0]
-        dataset = dataclasses.replace(empty.dataset, samples=(), root=Path())
-        return Pixels(dataset, empty.view, _PIXELS, self._setting.clip.device)
+        empty = self._setup.tasks[0]
+        dataset = replace(empty.dataset, samples=(), root=Path())
+        return Pixels(dataset, empty.view, _PIXELS, self._setup.clip.device)
 
-    def _objective(self) -> Adaptation:
-        return adaptation_of(self._setting, self._pixels)
+    def _objective(self) -> UnlabelledObjective:
+        return unlabelled_objective(self._setup, self._pixels)
 
     @property
     def coefficients(self) -> torch.Tensor:
@@ -73,43 +76,42 @@ class OnlineAdapter:
         """The probabilities of the classes of one more image. Raises DataError if it is broken."""
         self.seen += 1
         number = self._pixels.add(path)
-        tower = self._setting.tower
-        tower.load(self.coefficients)
-        features = tower.features(self._pixels.fixed([number]))
-        return logits_of(features, self._setting.heads[0]).softmax(dim=1)[0].cpu()
+        model = self._setup.model
+        model.load(self.coefficients)
+        features = model.features(self._pixels.fixed([number]))
+        return logits_of(features, self._setup.heads[0]).softmax(dim=1)[0].cpu()
 
     def adapt(self) -> bool:
         """Learn from the images that wait, if there are enough; whether there were."""
         objective = self._objective()
-        if objective.count < self._setting.inputs.recipe.batch_size:
+        if objective.count < self._setup.inputs.recipe.batch_size:
             return False
         self._guard(objective)
-        problem = problem_of(objective)
+        data = objective.training_data()
         if self._memory:
-            problem.restore(self._memory)
-        for _ in descend(
-            objective.tower, self._optimizer, _Onward(problem, self._optimizer.number)
-        ):
+            data.restore(self._memory)
+        continued = _ContinuedData(data, self._optimizer.number)
+        for _ in descend(objective.model, self._optimizer, continued):
             pass
-        self._memory = problem.state()
+        self._memory = data.state()
         self.learned_from += objective.count
         self._pixels = self._no_images()
         return True
 
-    def _guard(self, objective: Adaptation) -> None:
-        """Begin anew if zero-shot suits images better that nothing was learned from yet."""
+    def _guard(self, objective: UnlabelledObjective) -> None:
+        """Start again if zero-shot suits the waiting images better; none was learned from yet."""
         if not (objective.guarded and self.coefficients.any()):
             return
-        zero = objective.signs(torch.zeros_like(self.coefficients))
-        found = objective.signs(self.coefficients)
+        zero = objective.statistics(torch.zeros_like(self.coefficients))
+        found = objective.statistics(self.coefficients)
         fault = objection(zero, found)
-        if fault in _GRAVE or found.merit < zero.merit:
+        if fault in _GRAVE or found.information < zero.information:
             self._optimizer.reset()
-            self._said(f"{fault} after {self.seen} images: all coefficients are 0 again")
+            self._warn(f"{fault} after {self.seen} images: all coefficients are 0 again")
 
     # Going on after a stop --------------------------------------------------------------------
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All that going on depends on: named tensors, and the rest as JSON."""
         tensors = {f"walker.{name}": tensor for name, tensor in self._optimizer.state().items()}
         tensors |= {f"problem.{name}": tensor for name, tensor in self._memory.items()}
@@ -117,7 +119,7 @@ class OnlineAdapter:
         facts = {"seen": self.seen, "learned_from": self.learned_from, "waiting": waiting}
         return tensors, facts
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state. Images that waited and are gone are not waited for."""
         parts: dict[str, dict[str, torch.Tensor]] = {"walker": {}, "problem": {}}
         for name, tensor in tensors.items():
@@ -125,11 +127,9 @@ class OnlineAdapter:
             parts[part][key] = tensor
         self._optimizer.restore(parts["walker"])
         self._memory = parts["problem"]
-        self.seen, self.learned_from = int(str(facts["seen"])), int(str(facts["learned_from"]))
-        waiting = facts["waiting"]
-        assert isinstance(waiting, list)
-        for path in waiting:
+        self.seen, self.learned_from = int(facts["seen"]), int(facts["learned_from"])
+        for path in facts["waiting"]:
             try:
                 self._pixels.add(path)
             except DataError as problem:
-                self._said(str(problem))
+                self._warn(str(problem))

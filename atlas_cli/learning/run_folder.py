@@ -1,12 +1,11 @@
-"""A moment of learning as tensors and JSON, and back, without losing a bit."""
+"""The folder of a run: its configuration, metrics, state and result, written so that it resumes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,6 @@ import torch
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import write_text
-from atlas_cli.learning.loop import Step
-from atlas_cli.learning.selection import Checkpoint, Fold, Objective, Score, begin, learn
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -38,6 +35,14 @@ class SavedRun:
     tensors: dict[str, torch.Tensor]
     facts: dict[str, Any]
     path: Path = Path(_STATE)
+
+    def below(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin with a prefix, without it."""
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
 
 
 @dataclass
@@ -221,99 +226,3 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
-
-
-_TRAINER_STATE = "state."
-
-
-@dataclass(frozen=True)
-class CoefficientTrainer:
-    """Coefficients that are learned in stages. `measure` is what is told of a step's images."""
-
-    objective: Objective
-    plan: Sequence[Fold]
-    measure: str = "accuracy"
-
-    @property
-    def steps(self) -> int:
-        """How many steps all stages have."""
-        return sum(self.objective.problem(fold).steps for fold in self.plan)
-
-    @property
-    def batch_size(self) -> int:
-        """The images of a step."""
-        return self.objective.training.batch_size
-
-    def begin(self) -> Checkpoint:
-        """Before the first step."""
-        return begin(self.objective, self.plan)
-
-    def learn(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-        """What comes after a moment, step by step."""
-        return learn(self.objective, self.plan, checkpoint)
-
-    def step_of(self, checkpoint: Checkpoint) -> Step:
-        """The last step."""
-        assert checkpoint.step is not None
-        return checkpoint.step
-
-    def is_over(self, checkpoint: Checkpoint) -> bool:
-        """Whether all stages are done."""
-        return checkpoint.fold == len(self.plan)
-
-    def row(self, checkpoint: Checkpoint) -> dict[str, object]:
-        """One line of metrics.jsonl."""
-        ended = not checkpoint.state  # the moment is that of the next stage already
-        fold = self.plan[checkpoint.fold - ended]
-        found = dataclasses.asdict(self.step_of(checkpoint))
-        row = {self.measure if key == "accuracy" else key: found[key] for key in found}
-        return {"stage": fold.name, **row}
-
-    def to_saved(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """What a run's folder keeps of a moment."""
-        return to_saved(checkpoint)
-
-    def from_saved(self, saved: SavedRun) -> Checkpoint:
-        """The moment that was saved."""
-        return from_saved(saved)
-
-
-def to_saved(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """What a run's folder keeps of a moment."""
-    tensors = {"best": checkpoint.best}
-    tensors |= {f"{_TRAINER_STATE}{name}": tensor for name, tensor in checkpoint.state.items()}
-    checks = {
-        name: [dataclasses.asdict(check) for check in found]
-        for name, found in checkpoint.checks.items()
-    }
-    step = dataclasses.asdict(checkpoint.step) if checkpoint.step else None
-    return tensors, {"stage": checkpoint.fold, "step": step, "checks": checks}
-
-
-def from_saved(saved: SavedRun) -> Checkpoint:
-    """The moment that was saved. JSON keeps the 64 bits of a number."""
-    try:
-        return _moment(saved)
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError(f"{saved.path}: is not the state of a run: {problem!r}") from problem
-
-
-def _check(rank: list[float], values: dict[str, float], valid: bool) -> Score:
-    return Score(tuple(rank), values, valid)
-
-
-def _moment(saved: SavedRun) -> Checkpoint:
-    facts = saved.facts
-    checks = {name: [_check(**kept) for kept in found] for name, found in facts["checks"].items()}
-    state = below(_TRAINER_STATE, saved.tensors)
-    step = Step(**facts["step"]) if facts["step"] else None
-    return Checkpoint(facts["stage"], step, checks, saved.tensors["best"], state)
-
-
-def below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

@@ -1,4 +1,4 @@
-"""A base, task vectors and images -> all that learning coefficients works with."""
+"""A base, task vectors and images, opened and ready to learn coefficients with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ from atlas_cli.datasets.dataset import Dataset, content, plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
-from atlas_cli.learning.selection import Fold
-from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
+from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.selection import Policy
+from atlas_cli.models.clip import Clip, open_model, read_tensors
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
 from atlas_cli.models.zero_shot import zero_shot_head
 from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.coefficients import MANY, Table, to_table
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
 from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, parse_bytes
-from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
 
 _PREFIX = "visual."
@@ -37,35 +38,21 @@ _PIXELS = 2**30  # bytes of decoded images that are kept
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a command is given, with every name resolved. `judges` are images to select on."""
-
-    command: str
-    recipe: Any  # of the command's own kind
-    model: Source
-    vectors: tuple[str, ...]
-    datasets: tuple[Dataset, ...]
-    judges: tuple[Dataset, ...]
-    opening: Opening
-    threads: int
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is opened and made ready, before there is an objective."""
+class Setup:
+    """The model, task vectors and images of a run, opened and made ready."""
 
     inputs: Inputs
     clip: Clip
     pool: Pool
     layout: Layout
-    tower: ComposedModel
+    model: ComposedModel
     tasks: tuple[Pixels, ...]
     heads: tuple[torch.Tensor, ...]
     judges: tuple[Pixels, ...]
 
     def table(self, value: float = 0.0) -> torch.Tensor:
         """Coefficients that all have one value."""
-        return torch.full(self.tower.composition.shape, value, device=self.clip.device)
+        return torch.full(self.model.composition.shape, value, device=self.clip.device)
 
     def scales(self, last: float) -> Iterator[torch.Tensor]:
         """One scale for everything, in twenty steps to the last."""
@@ -79,31 +66,31 @@ class Setting:
 
 
 _SCALES = 20
-ObjectiveFactory = Callable[[Setting], tuple[Any, list[Fold]]]  # Any: a Material of its own kind
+ObjectiveFactory = Callable[[Setup], tuple[Any, Policy]]  # Any: an Objective of its own kind
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that is ready to start."""
 
-    setting: Setting
+    setup: Setup
     objective: Any
-    plan: list[Fold]
+    policy: Policy
 
     @property
     def inputs(self) -> Inputs:
         """What the command was given."""
-        return self.setting.inputs
+        return self.setup.inputs
 
     @property
     def pool(self) -> Pool:
         """The task vectors."""
-        return self.setting.pool
+        return self.setup.pool
 
     @property
     def layout(self) -> Layout:
         """The columns of the table of coefficients."""
-        return self.setting.layout
+        return self.setup.layout
 
     @property
     def large(self) -> bool:
@@ -112,7 +99,7 @@ class PreparedRun:
 
     @property
     def unnamed(self) -> bool:
-        """Whether coefficients are not told one by one: too many, or of no task vector."""
+        """Whether coefficients are not listed one by one: too many, or of no task vector."""
         return self.large or not self.pool.members
 
     def table(self, coefficients: torch.Tensor) -> Table:
@@ -125,12 +112,30 @@ class PreparedRun:
                 del table[member.name][label]
         return table
 
+    @cached_property
     def config(self) -> dict[str, Any]:
-        """All that decides the result, as JSON."""
-        return config_of(self.inputs, self.setting.clip) | {
+        """All that decides the result, as JSON. It hashes all images, so it is made once."""
+        return config_of(self.inputs, self.setup.clip) | {
             "vectors": [_entry(member) for member in self.pool.members],
             "storage": self.pool.storage,
         }
+
+    def plan(self) -> tuple[str, ...]:
+        """What is about to be learned, in words."""
+        pool, memory = self.pool, self.inputs.recipe.memory
+        rows, columns = self.setup.model.composition.shape
+        if not pool.members:
+            return (f"{columns} numbers of LayerNorms are tuned",)
+        kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
+        if pool.storage == "mapped":
+            kept = f"read from their files each step, since they exceed --memory {memory}"
+        elif pool.storage != "as stored":
+            kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {memory})"
+        first = f"{rows} vectors x {columns} coefficients; vectors: {kept}"
+        if not pool.left:
+            return (first,)
+        left = f"{len(pool.left)} blocks stay those of the base, such as {pool.left[0]}"
+        return first, f"{left}: they are no parameters"
 
     def learned(self, coefficients: torch.Tensor, file: str | None) -> LearnedRecipe:
         """The recipe that merges what was learned; the table is in it unless it has a file."""
@@ -226,17 +231,17 @@ def prepared(
     composition = compose_pool(pool, base, layout, clip.device)
     with thread_pool_for(module, inputs.threads) as thread_pool:
         if norms:
-            tower: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
+            model: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:
-            tower = ComposedModel(
+            model = ComposedModel(
                 module,
                 composition,
                 prefix=_PREFIX,
                 thread_pool=thread_pool,
                 linear=recipe.linearised,
             )
-        setting = Setting(inputs, clip, pool, layout, tower, tasks, heads, judges)
-        yield PreparedRun(setting, *objective_factory(setting))
+        setup = Setup(inputs, clip, pool, layout, model, tasks, heads, judges)
+        yield PreparedRun(setup, *objective_factory(setup))
 
 
 def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> TrainingConfig:

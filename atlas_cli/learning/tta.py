@@ -1,128 +1,357 @@
-"""Images that nobody labelled -> coefficients that suit them, and a judgement without labels."""
+"""tta: images that nobody labelled -> coefficients that suit them, scored without labels."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field, replace
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from atlas_cli import __version__
+from atlas_cli.datasets.dataset import (
+    DEFAULT_TEMPLATE,
+    Dataset,
+    check_templates,
+    content,
+    open_dataset,
+)
+from atlas_cli.errors import ClosedError, DataError, UsageError
+from atlas_cli.io.files import write_text
+from atlas_cli.learning.events import Listener, Predicted, Saving, Warned, ignore, never
+from atlas_cli.learning.run import (
+    Cell,
+    LearningResult,
+    LearningVerb,
+    Report,
+    RunOptions,
+    learn,
+    open_folder,
+    prepare,
+    source_of,
+    training,
+)
+from atlas_cli.recipes.learning import TtaRecipe
+from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, write_recipe
 
-from atlas_cli.core.losses import logits_of
-from atlas_cli.core.unlabelled import OBJECTIONS, Signs, objection, read_signs
-from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.errors import UsageError
-from atlas_cli.learning.batches import show
-from atlas_cli.learning.loop import generator_of
-from atlas_cli.learning.selection import Fold, Score, Selection
-from atlas_cli.learning.setup import Setting, training_of
-from atlas_cli.learning.unlabelled import Unlabelled, UnlabelledConfig, Unsupervised, problem_of
-from atlas_cli.recipes.learning import TtaRecipe, parse_schedule, parse_shares
+if TYPE_CHECKING:
+    import torch
 
-_SHOWN_AT_ONCE = 256
-_ZERO, _LAST = "all coefficients are 0", "the last step is kept"
+    from atlas_cli.learning.online import OnlineAdapter
+    from atlas_cli.learning.run_folder import RunFolder
+    from atlas_cli.learning.selection import Policy, Selection
+    from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.learning.unlabelled import UnlabelledObjective
+
+_SHOWN = 20  # classes of a histogram
+_SCOPE = "visual"
+_STREAM = "stdin"
+
+
+def tta(
+    recipe: TtaRecipe,
+    options: RunOptions | None = None,
+    *,
+    predictions: Path | None = None,
+    on_event: Listener = ignore,
+    stop: Callable[[], bool] = never,
+) -> LearningResult:
+    """Adapt coefficients to images without labels. `predictions` is a file for what they show."""
+    return learn(Adapting(recipe, predictions), options or RunOptions(), on_event, stop)
 
 
 @dataclass(frozen=True)
-class Adaptation(Unlabelled):
-    """The same with where coefficients start, and whether a guard watches over them."""
+class Adapting(LearningVerb):
+    """Adapt to the images of one folder. `predictions` is a file for what they show."""
 
-    start: torch.Tensor
-    guarded: bool = True
-    scaled: bool = False
-    backtrack: tuple[float, ...] = ()
-    _signs: dict[bytes, Signs] = field(default_factory=dict, repr=False, kw_only=True)
+    recipe: TtaRecipe
+    predictions: Path | None = None
+    name = "tta"
+    measure = "agreement"
+    labelled = False
 
-    def is_judged(self, fold: Fold) -> bool:
-        """Always: judging needs no labels."""
-        return True
+    def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """The images, in an order that no label has a part in."""
+        if str(self.predictions) == "-":
+            raise UsageError("--predictions -: stdout has the recipe; name a file")
+        recipe = self.recipe
+        templates = check_templates(recipe.templates, "templates")
+        dataset = open_dataset(
+            recipe.data,
+            split=recipe.split,
+            templates=templates,
+            preferred=("test", "val", "train"),
+        )
+        return (without_labels(dataset, recipe.classes),), ()
 
-    def problem(self, fold: Fold) -> Unsupervised:
-        """What a stage learns."""
-        return problem_of(self)
+    def objective(self, setup: Setup) -> tuple[UnlabelledObjective, Policy]:
+        """The recipe's objective on all images, scored without labels."""
+        from atlas_cli.learning.selection import policy_for
+        from atlas_cli.learning.unlabelled import unlabelled_objective
 
-    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
-        """What can be told of coefficients without labels, beside zero-shot."""
-        found, zero = self.signs(coefficients), self.signs(torch.zeros_like(self.start))
-        moved = bool(coefficients.any())
-        fault = objection(zero, found) if moved and self.guarded else None
-        values = dataclasses.asdict(found)
-        if fault:
-            values[fault] = 1.0
-        rank = found.merit if self.guarded else float(moved)
-        return Score((float(fault is None), rank), values, fault is None)
+        objective = unlabelled_objective(setup, setup.tasks[0])
+        select = "same" if objective.guarded else "last"
+        return objective, policy_for(select, setup.tasks, self.recipe.seed)
 
-    def signs(self, coefficients: torch.Tensor) -> Signs:
-        """How the images are classified with coefficients: seen as they are and in other views."""
-        key = coefficients.cpu().numpy().tobytes()
-        if key not in self._signs:
-            self.tower.load(coefficients)
-            weak, strong = self.probabilities(), self._other_views()
-            self._signs[key] = read_signs(weak, strong, self.prior)
-        return self._signs[key]
+    def learned(
+        self, ready: PreparedRun, coefficients: torch.Tensor, folder: RunFolder | None
+    ) -> LearnedRecipe:
+        """The recipe that merges what was learned: for LayerNorms, their own task vector."""
+        if self.recipe.tune != "layernorm":
+            return super().learned(ready, coefficients, folder)
+        if folder is None:
+            raise UsageError("--tune layernorm writes a task vector; give a folder with -o DIR")
+        return _write_vector(ready, coefficients, folder.folder / "layernorm.safetensors")
 
-    def predictions(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """The prediction for every image with coefficients, (images, classes)."""
-        self.tower.load(coefficients)
-        return self.probabilities()
-
-    def decision(self, selection: Selection) -> str:
-        """Which rule decided, in a few words."""
-        faults = [name for check in selection.checks for name in OBJECTIONS if name in check.values]
-        if not selection.improved:
-            gravest = min(faults, key=list(OBJECTIONS).index, default=None)
-            why = f"{gravest}, since {OBJECTIONS[gravest]}" if gravest else "nothing was learned"
-            return f"{_ZERO}: {why}"
-        epochs = len(selection.checks) - 1
-        if not self.guarded:
-            return f"{_LAST}: nothing was checked"
-        if not selection.checks:
-            scale = selection.coefficients.flatten()[0].item()
-            return f"the scale {scale:g} was best by entropy and spread"
-        kept = next(n for n, check in enumerate(selection.checks) if check is selection.after)
-        said = f"epoch {kept} of {epochs} was best by entropy and spread"
-        return f"{said}; {', '.join(sorted(set(faults)))} in others" if faults else said
-
-    def _other_views(self) -> torch.Tensor:
-        """The prediction for a strong view of every image, the same views each time."""
-        random = generator_of(self.training.seed, "judge")
-        found = []
-        for start in range(0, self.count, _SHOWN_AT_ONCE):
-            some = range(start, min(start + _SHOWN_AT_ONCE, self.count))
-            images = show(self.pixels, some, random, self.training.augment)
-            found.append(logits_of(self.tower.features(images), self.head).softmax(dim=1).cpu())
-        return torch.cat(found)
-
-
-def adapt(setting: Setting) -> tuple[Adaptation, list[Fold]]:
-    """Learn from the images of one folder, whoever they show."""
-    objective = adaptation_of(setting, setting.tasks[0])
-    everything = (tuple(range(objective.count)),)
-    return objective, [Fold("all", everything, everything, objective.guarded)]
+    def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
+        """What the images look like to the model before and after, and which rule decided."""
+        before, after = selection.before, selection.after
+        assert before is not None
+        assert after is not None
+        found = {
+            "zero-shot": ready.objective.predictions(0 * selection.coefficients),
+            "adapted": ready.objective.predictions(selection.coefficients),
+        }
+        if self.predictions:
+            write_text(self.predictions, _lines(ready.inputs.datasets[0], found["adapted"]))
+        names = ready.inputs.datasets[0].classes
+        histograms = {
+            name: _histogram(names, rows.argmax(dim=1).tolist()) for name, rows in found.items()
+        }
+        decided = decision(selection, guarded=ready.objective.guarded)
+        changes = ", ".join(
+            f"{key} {old:.3f} -> {after.values[key]:.3f}" for key, old in before.values.items()
+        )
+        facts = {
+            "rule": decided,
+            "zero_shot": before.values,
+            "adapted": after.values,
+            "histogram": histograms,
+        }
+        comment = f"{source_of(ready)} No label was looked at.\n{decided}: {changes}."
+        return Report(comment, (f"{decided}; {changes}",), facts, _rows(histograms))
 
 
-def adaptation_of(setting: Setting, pixels: Pixels) -> Adaptation:
-    """What a recipe learns from images."""
-    recipe: TtaRecipe = setting.inputs.recipe
-    training = training_of(recipe)
-    optimizer_config = replace(training.optimizer_config, sharp=recipe.objective == "sar")
-    threshold = parse_schedule(recipe.threshold) or (0.0, 0.0)
-    return Adaptation(
-        setting.tower,
-        pixels,
-        setting.heads[0],
-        prior_of(recipe, len(setting.heads[0])),
-        replace(training, optimizer_config=optimizer_config),
-        UnlabelledConfig(recipe.objective, recipe.trusted_per_class, recipe.power, threshold),
-        setting.table(),
-        guarded=recipe.select == "guard",
-        scaled=setting.scaled,
+def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
+    """The images, with classes to choose from but nothing that says which they are of.
+
+    Files are put in the order of their contents' hashes: names of folders give classes away, too.
+    """
+    names = check_classes(classes or dataset.classes, dataset.name)
+    samples = dataset.unlabelled().samples
+    if not dataset.keys_identify:
+        ranks = {sample.key: sha256(content(dataset, sample)).digest() for sample in samples}
+        samples = tuple(sorted(samples, key=lambda sample: (ranks[sample.key], sample.key)))
+    return replace(dataset, classes=names, samples=samples)
+
+
+def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Two class names or more, none of them twice."""
+    if not names:
+        raise UsageError(f"{where}: has no class names; give them with --classes a,b,c")
+    if len(names) < 2:
+        raise DataError(f"{where}: has one class only; there is nothing to tell apart")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise UsageError(f"{where}: class '{twice}' is named twice")
+    return tuple(names)
+
+
+def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
+    """Write tuned LayerNorms as a task vector; the recipe adds all of it."""
+    from atlas_cli.io.checkpoint import write_tensors
+    from atlas_cli.sources.locate import locate, sha256_of
+    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.vectors.bases import open_base
+    from atlas_cli.vectors.extract import Options, extract_to
+    from atlas_cli.vectors.format import open_vector
+
+    inputs = ready.inputs
+    base = open_base(inputs.model, _SCOPE)
+    changed = ready.setup.model.load(values)
+    tensors = {name: block.read() for name, block in base.blocks.items()}
+    tensors |= {name: tensor.cpu().clone() for name, tensor in changed.items()}
+    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
+        tuned = Path(folder) / "tuned.safetensors"
+        write_tensors(tuned, tensors)
+        extract_to(path, path.stem, base, locate(parse_reference(str(tuned))), Options())
+    entry = VectorEntry(path.stem, str(path), sha256_of(path))
+    blocks = [block.name for block in open_vector(path).header.blocks if block.norm]
+    return LearnedRecipe(
+        merge_method="atlas",
+        base_model=inputs.recipe.model,
+        vectors=[entry],
+        coefficients={path.stem: dict.fromkeys(blocks, 1.0)},
+        seed=inputs.recipe.seed,
     )
 
 
-def prior_of(recipe: TtaRecipe, classes: int) -> torch.Tensor:
-    """How often every class is expected: alike, or as the recipe says."""
-    shares = parse_shares(recipe.prior) or [1.0] * classes
-    if len(shares) != classes:
-        raise UsageError(f"--prior: has {len(shares)} shares for {classes} classes")
-    found = torch.tensor(shares)
-    return found / found.sum()
+# The report -----------------------------------------------------------------------------------
+
+
+def decision(selection: Selection, *, guarded: bool) -> str:
+    """Which rule decided, in a few words."""
+    from atlas_cli.core.unlabelled import OBJECTIONS
+
+    faults = [name for score in selection.scores for name in OBJECTIONS if name in score.values]
+    if not selection.improved:
+        gravest = min(faults, key=list(OBJECTIONS).index, default=None)
+        why = f"{gravest}, since {OBJECTIONS[gravest]}" if gravest else "nothing was learned"
+        return f"all coefficients are 0: {why}"
+    if not guarded:
+        return "the last step is kept: nothing was checked"
+    if not selection.scores:  # a search keeps none
+        scale = selection.coefficients.flatten()[0].item()
+        return f"the scale {scale:g} was best by entropy and spread"
+    epochs = len(selection.scores) - 1
+    kept = next(n for n, score in enumerate(selection.scores) if score is selection.after)
+    said = f"epoch {kept} of {epochs} was best by entropy and spread"
+    return f"{said}; {', '.join(sorted(set(faults)))} in others" if faults else said
+
+
+def _lines(dataset: Dataset, probabilities: torch.Tensor) -> str:
+    rows = zip(dataset.samples, probabilities, strict=True)
+    return "".join(
+        json.dumps(prediction_row(sample.key, dataset.classes, row), ensure_ascii=False) + "\n"
+        for sample, row in sorted(rows, key=lambda pair: pair[0].key)
+    )
+
+
+def prediction_row(
+    image: str, classes: Sequence[str], probabilities: torch.Tensor
+) -> dict[str, Any]:
+    """The most likely class of one image."""
+    best = int(probabilities.argmax().item())
+    probability = round(probabilities[best].item(), 4)
+    return {"image": image, "prediction": classes[best], "probability": probability}
+
+
+def _histogram(names: Sequence[str], predicted: Sequence[int]) -> dict[str, int]:
+    counts = [0] * len(names)
+    for number in predicted:
+        counts[number] += 1
+    return dict(zip(names, counts, strict=True))
+
+
+def _rows(histograms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Cell]]:
+    """The classes that are predicted most often, as shares of all images."""
+    before, after = histograms["zero-shot"], histograms["adapted"]
+    total = sum(before.values())
+    order = sorted(before, key=lambda name: -before[name] - after[name])
+    rows: list[dict[str, Cell]] = [
+        {"predicted": name, "zero-shot": before[name] / total, "adapted": after[name] / total}
+        for name in order[:_SHOWN]
+    ]
+    if rest := order[_SHOWN:]:
+        shares = [sum(found[name] for name in rest) / total for found in (before, after)]
+        rows.append(
+            {"predicted": f"{len(rest)} others", "zero-shot": shares[0], "adapted": shares[1]}
+        )
+    return rows
+
+
+# Images that come one by one ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnlineResult:
+    """How a stream of images ended, and what was learned on the way, if it has a folder."""
+
+    ended: str
+    interrupted: bool
+    seen: int
+    learned_from: int
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class Streaming(Adapting):
+    """Adapt to images that are named one by one. There are none yet."""
+
+    def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """No images, but their classes."""
+        templates = check_templates(self.recipe.templates, "templates") or (DEFAULT_TEMPLATE,)
+        classes = check_classes(self.recipe.classes, _STREAM)
+        return (Dataset(_STREAM, "all", classes, templates, ()),), ()
+
+
+def tta_online(
+    recipe: TtaRecipe,
+    paths: Iterable[tuple[str, str]],
+    options: RunOptions | None = None,
+    *,
+    on_event: Listener = ignore,
+) -> OnlineResult:
+    """Predict every image as it comes, and adapt once there are enough of them.
+
+    `paths` gives the path of an image and the text to call it by. Whatever ends it (the last path,
+    a listener that raises ClosedError, an interrupt), what was learned is kept.
+    """
+    options = options or RunOptions()
+    options.check()
+    if recipe.method == "search":
+        raise UsageError("--method search looks at all images at once; it has no --online")
+    verb = Streaming(recipe)
+    with prepare(verb, options, on_event) as ready:
+        from atlas_cli.learning.online import OnlineAdapter
+
+        adapter = OnlineAdapter(ready.setup, lambda text: on_event(Warned(text)))
+        folder = open_folder(options.folder, ready.config, resume=options.resume)
+        if folder and options.resume and (saved := folder.restore()):
+            adapter.restore(saved.tensors, saved.facts)
+        with training(on_event):
+            return _follow(verb, ready, adapter, paths, folder, on_event)
+
+
+def _follow(
+    verb: Streaming,
+    ready: PreparedRun,
+    adapter: OnlineAdapter,
+    paths: Iterable[tuple[str, str]],
+    folder: RunFolder | None,
+    on_event: Listener,
+) -> OnlineResult:
+    classes = ready.inputs.datasets[0].classes
+    ended, interrupted = "stdin ended", False
+    state = adapter.state()
+    try:
+        for path, shown in paths:
+            on_event(_predicted(adapter, path, shown, classes))
+            if adapter.adapt() and folder:
+                folder.save(*adapter.state())
+            state = adapter.state()  # of a whole step, wherever an interrupt comes
+        on_event(Saving())  # an interrupt that waits is raised here
+    except ClosedError:
+        ended = "the reader went away"
+    except KeyboardInterrupt:
+        ended, interrupted = "interrupted", True
+    on_event(Saving())
+    if folder:
+        folder.save(*state)
+        _finish(verb, ready, folder, *state)
+    seen, learned_from = state[1]["seen"], state[1]["learned_from"]
+    return OnlineResult(ended, interrupted, seen, learned_from, folder.folder if folder else None)
+
+
+def _predicted(
+    adapter: OnlineAdapter, path: str, shown: str, classes: tuple[str, ...]
+) -> Predicted:
+    try:
+        return Predicted(**prediction_row(shown, classes, adapter.predict(path)))
+    except DataError as problem:
+        return Predicted(shown, error=str(problem))
+
+
+def _finish(
+    verb: Streaming,
+    ready: PreparedRun,
+    folder: RunFolder,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, object],
+) -> None:
+    recipe = verb.learned(ready, tensors["walker.coefficients"], folder)
+    table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
+    comment = f"Learned by atlas {__version__} from {facts['seen']} images on stdin."
+    folder.finish(write_recipe(recipe, comment), table)

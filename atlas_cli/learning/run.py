@@ -1,0 +1,378 @@
+"""A run of a learning verb, from a checked recipe to its result. Nothing here imports torch early.
+
+A verb says in its own way what to open, what to learn and what to report; `learn` does the rest.
+Whoever calls gets events while it works, and may ask it to stop after the step at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from atlas_cli import __version__
+from atlas_cli.datasets.dataset import Dataset, check_templates, few_shot, open_dataset, share_of
+from atlas_cli.errors import AtlasError, DataError, UsageError
+from atlas_cli.learning.events import (
+    Listener,
+    Planned,
+    StepTaken,
+    TrainingEnded,
+    TrainingStarted,
+    Warned,
+    ignore,
+)
+from atlas_cli.recipes.finetune import FinetuneRecipe
+from atlas_cli.recipes.learning import LearnRecipe, parse_shots
+from atlas_cli.recipes.reading import write_recipe
+from atlas_cli.sources.locate import Source, locate
+from atlas_cli.sources.references import check_architecture, expand_vectors, parse_reference
+
+if TYPE_CHECKING:
+    import torch
+
+    from atlas_cli.learning.loop import Checkpoint, Objective, Step
+    from atlas_cli.learning.run_folder import RunFolder
+    from atlas_cli.learning.selection import Policy, Selection
+    from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.models.clip import Opening
+    from atlas_cli.recipes.coefficients import Table
+    from atlas_cli.recipes.reading import LearnedRecipe
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What concerns this run only and does not change its result."""
+
+    folder: Path | None = None
+    resume: bool = False
+    force: bool = False
+    threads: int | None = None
+    device: str = "auto"
+
+    def check(self) -> None:
+        if self.resume and self.folder is None:
+            raise UsageError("--resume goes on with the run in -o DIR; name it")
+
+    @property
+    def cores(self) -> int:
+        """How many threads may work."""
+        return self.threads or os.cpu_count() or 1
+
+
+@contextmanager
+def training(on_event: Listener, steps: int | None = None) -> Iterator[None]:
+    """Announce that training starts, and that it ended, however it did."""
+    on_event(TrainingStarted(steps))
+    try:
+        yield
+    finally:
+        on_event(TrainingEnded())
+
+
+# What goes in and comes out -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a verb is given, with every name resolved. `judges` are images to score on."""
+
+    command: str
+    recipe: Any  # of the verb's own kind
+    model: Source
+    vectors: tuple[str, ...]
+    datasets: tuple[Dataset, ...]
+    judges: tuple[Dataset, ...]
+    opening: Opening
+    threads: int
+
+
+Cell = str | float | None  # of a table; a number is a share
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb says of its result: for the recipe's comment, for people, and as JSON."""
+
+    comment: str
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Cell]] = ()
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class LearningResult:
+    """What was learned. Shown as the recipe that merges it.
+
+    `recipe` is that recipe and `text` its YAML; `coefficients` is None if there are too many of
+    them for a text, or if none scale task vectors. `facts` is the result for JSON, `notes` and
+    `rows` are for people, and `failed` says why the result is of no use, if it is not.
+    """
+
+    recipe: LearnedRecipe
+    text: str
+    coefficients: Table | None
+    improved: bool
+    before: Mapping[str, float] | None
+    after: Mapping[str, float] | None
+    facts: Mapping[str, object]
+    notes: tuple[str, ...]
+    rows: Sequence[Mapping[str, Cell]]
+    failed: str | None
+    folder: Path | None
+    stopped: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LearningVerb(ABC):
+    """What a verb that learns coefficients does in its own way."""
+
+    name: ClassVar[str]
+    measure: ClassVar[str] = "accuracy"  # what a step's accuracy is called
+    labelled: ClassVar[bool] = True
+    farthest: ClassVar[float] = 1.0  # of the uniform scales that are searched
+
+    recipe: Any  # of its own kind
+
+    @abstractmethod
+    def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+        """The images to learn from, and others to score on."""
+
+    @abstractmethod
+    def objective(self, setup: Setup) -> tuple[Objective, Policy]:
+        """What is learned, and which coefficients are kept."""
+
+    @contextmanager
+    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+        """The inputs with other vectors, written into the run's folder, if some must be made."""
+        yield inputs
+
+    def check(self, ready: PreparedRun) -> None:  # noqa: B027 (most have nothing to check)
+        """Raise UsageError if what is asked for cannot be done with what was opened."""
+
+    def scales(self, ready: PreparedRun) -> Iterator[torch.Tensor]:
+        """Tables of one scale for everything."""
+        return ready.setup.scales(self.farthest)
+
+    def learned(
+        self, ready: PreparedRun, coefficients: torch.Tensor, folder: RunFolder | None
+    ) -> LearnedRecipe:
+        """The recipe that merges what was learned."""
+        file = folder.keep_large(coefficients) if folder and ready.large else None
+        return ready.learned(coefficients, file)
+
+    @abstractmethod
+    def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
+        """What came out; in brief, since someone waits, only what takes no time."""
+
+
+# Opening --------------------------------------------------------------------------------------
+
+
+def resolve(verb: LearningVerb, options: RunOptions) -> Inputs:
+    """Turn every name into what it names, before torch is imported."""
+    recipe = verb.recipe
+    check_model(recipe)
+    vectors = tuple(expand_vectors(recipe.vectors))
+    datasets, judges = verb.open_data()
+    source, opening = find_model(recipe, options)
+    return Inputs(verb.name, recipe, source, vectors, datasets, judges, opening, options.cores)
+
+
+def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:
+    """Raise UsageError if a recipe names a model that cannot be one. Nothing is fetched yet."""
+    parse_reference(recipe.model)
+    if recipe.text:
+        parse_reference(recipe.text)
+    check_architecture(recipe.arch)
+
+
+def find_model(recipe: LearnRecipe | FinetuneRecipe, options: RunOptions) -> tuple[Source, Opening]:
+    """The files of the base model, and how it is opened."""
+    source = locate(parse_reference(recipe.model))
+    text = locate(parse_reference(recipe.text)) if recipe.text else None
+
+    from atlas_cli.models.clip import Opening
+
+    return source, Opening(recipe.arch, text, options.device)
+
+
+def open_tasks(
+    recipe: LearnRecipe, names: Sequence[str]
+) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+    """The images of several tasks and, to select by val, the val splits of the same."""
+    if recipe.select != "val":
+        return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
+    if recipe.split == "val":
+        raise UsageError("--select val judges by the val split; learn from another --split")
+    judged = dataclasses.replace(recipe, split="val", shots="all")
+    tasks = tuple(open_labelled(recipe, name, ("train",)) for name in names)
+    return tasks, tuple(open_labelled(judged, name) for name in names)
+
+
+def open_labelled(
+    recipe: LearnRecipe | FinetuneRecipe, name: str, preferred: tuple[str, ...] = ("train",)
+) -> Dataset:
+    """Labelled images to learn from, as many of each class as the recipe wants."""
+    templates = check_templates(recipe.templates, "templates")
+    dataset = open_dataset(name, split=recipe.split, templates=templates, preferred=preferred)
+    if not dataset.labelled:
+        raise DataError(f"{dataset.name}: has no labels; a sub-folder per class is needed")
+    if len(dataset.classes) < 2:
+        raise DataError(f"{dataset.name}: has one class only; there is nothing to tell apart")
+    shots = parse_shots(recipe.shots)
+    if shots is None:
+        return dataset
+    if isinstance(shots, float):
+        return share_of(dataset, shots, recipe.seed)
+    return few_shot(dataset, shots, recipe.seed)
+
+
+@contextmanager
+def prepare(
+    verb: LearningVerb, options: RunOptions, on_event: Listener = ignore
+) -> Iterator[PreparedRun]:
+    """Resolve and open everything that a verb works with."""
+    options.check()
+    inputs = resolve(verb, options)
+
+    from atlas_cli.learning.run_folder import check_folder
+    from atlas_cli.learning.setup import prepared  # torch is slow: only with good inputs
+
+    if options.folder:
+        check_folder(options.folder, resume=options.resume, force=options.force)
+    with (
+        verb.vectors_made(inputs, options.folder) as given,
+        prepared(given, verb.objective, lambda text: on_event(Warned(text))) as ready,
+    ):
+        verb.check(ready)
+        yield ready
+
+
+# Learning -------------------------------------------------------------------------------------
+
+
+def learn(
+    verb: LearningVerb, options: RunOptions, on_event: Listener, stop: Callable[[], bool]
+) -> LearningResult:
+    """Check everything, learn, and write the folder if there is one.
+
+    A failure leaves nothing half-written.
+    """
+    with prepare(verb, options, on_event) as ready:
+        on_event(Planned(ready.plan()))
+        if ready.large and options.folder is None:
+            raise UsageError(
+                "there are too many coefficients for one text; give a folder with -o DIR"
+            )
+        folder = open_folder(options.folder, ready.config, resume=options.resume)
+        try:
+            selection = _selected(verb, ready, folder, options, on_event, stop)
+            stopped = stop()
+            report = verb.report(ready, selection, brief=stopped)
+            return _finished(verb, ready, folder, selection, report, stopped=stopped)
+        except AtlasError:
+            if folder:
+                folder.abandon()
+            raise
+
+
+def open_folder(
+    folder: Path | None, config: Mapping[str, object], *, resume: bool
+) -> RunFolder | None:
+    """The folder of a run, if it has one."""
+    from atlas_cli.learning.run_folder import open_run
+
+    return open_run(folder, config, resume=resume) if folder else None
+
+
+def _selected(
+    verb: LearningVerb,
+    ready: PreparedRun,
+    folder: RunFolder | None,
+    options: RunOptions,
+    on_event: Listener,
+    stop: Callable[[], bool],
+) -> Selection:
+    """The coefficients that training or a search finds."""
+    from atlas_cli.learning.loop import CoefficientTrainer, train
+    from atlas_cli.learning.selection import search_tables
+
+    if verb.recipe.method == "search":
+
+        def tried() -> Iterator[torch.Tensor]:
+            for table in verb.scales(ready):
+                if stop():
+                    return
+                yield table
+
+        with training(on_event):
+            return search_tables(ready.objective, ready.policy.folds[0], tried())
+    trainer = CoefficientTrainer(ready.objective, ready.policy, verb.measure)
+
+    def on_checkpoint(checkpoint: Checkpoint, step: Step | None) -> None:
+        if step:
+            on_event(StepTaken(step, trainer.batch_size, verb.measure))
+
+    with training(on_event, trainer.steps):
+        resume = options.resume
+        checkpoint = train(trainer, folder, resume=resume, stop=stop, on_checkpoint=on_checkpoint)
+        return trainer.select(checkpoint)
+
+
+def _finished(
+    verb: LearningVerb,
+    ready: PreparedRun,
+    folder: RunFolder | None,
+    selection: Selection,
+    report: Report,
+    *,
+    stopped: bool,
+) -> LearningResult:
+    """The result, also in the folder: there with every class, if there are labels and time."""
+    from atlas_cli.learning.baselines import by_class
+
+    recorded = {
+        **report.facts,
+        "improved": selection.improved,
+        "select": ready.inputs.recipe.select,
+    }
+    recipe = verb.learned(ready, selection.coefficients, folder)
+    text = write_recipe(recipe, f"Learned by atlas {__version__} {report.comment}")
+    if folder:
+        classes = {}
+        if verb.labelled and not stopped:
+            classes = {"classes": by_class(ready, selection.coefficients)}
+        table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
+        folder.finish(text, table, {**recorded, **classes})
+    coefficients = None if ready.unnamed else ready.table(selection.coefficients)
+    return LearningResult(
+        recipe=recipe,
+        text=text,
+        coefficients=coefficients,
+        improved=selection.improved,
+        before=selection.before.values if selection.before else None,
+        after=selection.after.values if selection.after else None,
+        facts={**recorded, "config": ready.config, "coefficients": coefficients},
+        notes=report.notes,
+        rows=report.rows,
+        failed=report.failed,
+        folder=folder.folder if folder else None,
+        stopped=stopped,
+    )
+
+
+def source_of(ready: PreparedRun) -> str:
+    """What was learned from, in a few words."""
+    inputs = ready.inputs
+    images = sum(len(dataset.samples) for dataset in inputs.datasets)
+    names = ", ".join(dataset.name for dataset in inputs.datasets)
+    return f"from {images} images of {names}, seed {inputs.recipe.seed}."
