@@ -8,7 +8,7 @@ zero-shot accuracy on the val split; learned is from a fifth of the train splits
 tasks and all vectors at once, learned from and selected on the val splits.
 Prints markdown tables. Fine-tuned weights and finished rows are kept in DIR, so that a run that
 was stopped goes on. About an hour of one core in all. `--set lr=0.03 'forget="ascent"'` tries other
-settings of what is learned by block.
+setups of what is learned by block.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from few_shot import CONTROL, TARGETS, make_vectors, table, vector_file
 
-from atlas_cli.cli.add import Adding
-from atlas_cli.cli.learning import LearningCommand, resolve
-from atlas_cli.cli.negate import Negating
-from atlas_cli.cli.options import RunOptions
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.learning.add import Adding
 from atlas_cli.learning.baselines import merged
 from atlas_cli.learning.batches import score
-from atlas_cli.learning.selection import begin, learn, search_tables, select_coefficients
-from atlas_cli.learning.setup import PreparedRun, prepared
-from atlas_cli.recipes.learning import learning_recipe
+from atlas_cli.learning.loop import CoefficientTrainer
+from atlas_cli.learning.negate import Negating
+from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
+from atlas_cli.learning.selection import search_tables
+from atlas_cli.learning.setup import PreparedRun
+from atlas_cli.recipes.learning import AddRecipe, NegateRecipe, learning_recipe
 from atlas_cli.recipes.merge_parameters import parse_merge
 
 MERGES = {
@@ -77,23 +77,24 @@ class Row:
 def run(job: Job, work: Path) -> Row:
     """Learn and test."""
     torch.set_num_threads(1)
-    command: LearningCommand
+    verb: LearningVerb
     keys: dict[str, Any] = {"model": "builtin:tiny", "augment": "none", "seed": job.seed}
     if job.what == "negate":
-        command = Negating()
         names = [job.task, CONTROL]
         keys |= {"data": [f"builtin:{job.task}"], "control": f"builtin:{CONTROL}"}
         keys |= {"vectors": [str(vector_file(work, job.task, "fp32"))]}
         keys |= {"select": "val", "shots": 0.2} if job.method == "learned" else {}
     else:
-        command = Adding()
         names = TARGETS
         keys |= {"data": [f"builtin:{task}" for task in TARGETS]}
         keys |= {"vectors": [str(vector_file(work, task, "fp32")) for task in TARGETS]}
         keys |= LEARNED.get(job.method, {})
-    recipe = learning_recipe(command.schema, keys | dict(job.more))
-    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
-    with prepared(inputs, command.objective_factory(), print) as ready:
+    keys |= dict(job.more)
+    if job.what == "negate":
+        verb = Negating(learning_recipe(NegateRecipe, keys))
+    else:
+        verb = Adding(learning_recipe(AddRecipe, keys))
+    with prepare(verb, RunOptions(device="cpu", threads=1)) as ready:
         load = {"negate": load_negated, "add": load_added}[job.what](job, ready)
         val = test_on(ready, names, "val", load) if job.what == "negate" else {}
         return Row(asdict(job), test_on(ready, names, "test", load), val)
@@ -103,30 +104,30 @@ Load = Callable[[int], None]  # makes the tower ready for the task of a number
 
 
 def load_negated(job: Job, ready: PreparedRun) -> Load:
-    coefficients = ready.setting.table()
+    coefficients = ready.setup.table()
     if job.method == "search":
-        tables = ready.setting.scales(-1.0)
-        coefficients = search_tables(ready.objective, ready.plan[0], tables).coefficients
+        tables = ready.setup.scales(-1.0)
+        coefficients = search_tables(ready.objective, ready.policy.folds[0], tables).coefficients
     elif job.method == "learned":
         coefficients = descended(ready)
-    return lambda task: void(ready.setting.tower.load(coefficients))
+    return lambda task: void(ready.setup.model.load(coefficients))
 
 
 def load_added(job: Job, ready: PreparedRun) -> Load:
-    setting = ready.setting
+    setup = ready.setup
     if job.method in MERGES:
-        tensors = merged(setting, *parse_merge(MERGES[job.method]))
-        return lambda task: setting.tower.hold(tensors)
+        tensors = merged(setup, *parse_merge(MERGES[job.method]))
+        return lambda task: setup.model.hold(tensors)
     if job.method == "individual":
-        return lambda task: void(setting.tower.load(ready.objective.references[task]))
-    coefficients = setting.table()
+        return lambda task: void(setup.model.load(ready.objective.references[task]))
+    coefficients = setup.table()
     if job.method == "task arithmetic, searched":
         coefficients = search_tables(
-            ready.objective, ready.plan[0], setting.scales(1.0)
+            ready.objective, ready.policy.folds[0], setup.scales(1.0)
         ).coefficients
     elif job.method in LEARNED:
         coefficients = descended(ready)
-    return lambda task: void(setting.tower.load(coefficients))
+    return lambda task: void(setup.model.load(coefficients))
 
 
 def void(found: object) -> None:
@@ -134,20 +135,21 @@ def void(found: object) -> None:
 
 
 def descended(ready: PreparedRun) -> torch.Tensor:
-    checkpoint = begin(ready.objective, ready.plan)
-    for found in learn(ready.objective, ready.plan, checkpoint):
+    trainer = CoefficientTrainer(ready.objective, ready.policy)
+    checkpoint = trainer.begin()
+    for found in trainer.learn(checkpoint):
         checkpoint = found
-    return select_coefficients(ready.objective, ready.plan, checkpoint).coefficients
+    return trainer.select(checkpoint).coefficients
 
 
 def test_on(ready: PreparedRun, names: list[str], split: str, load: Load) -> dict[str, float]:
-    setting = ready.setting
+    setup = ready.setup
     found = {}
-    for number, (name, head) in enumerate(zip(names, setting.heads, strict=True)):
+    for number, (name, head) in enumerate(zip(names, setup.heads, strict=True)):
         load(number)
-        pixels = Pixels(open_dataset(f"builtin:{name}", split=split), setting.tasks[0].view, 2**28)
+        pixels = Pixels(open_dataset(f"builtin:{name}", split=split), setup.tasks[0].view, 2**28)
         images = range(len(pixels.dataset.samples))
-        found[name] = round(100 * score(setting.tower, pixels, images, head).accuracy, 4)
+        found[name] = round(100 * score(setup.model, pixels, images, head).accuracy, 4)
     return found
 
 

@@ -28,8 +28,8 @@ from atlas_cli.datasets.builtin.concepts import Concept
 from atlas_cli.datasets.builtin.scenes import picture
 from atlas_cli.datasets.builtin.styles import CLEAN
 from atlas_cli.datasets.dataset import open_dataset
-from atlas_cli.learning.finetune import prepared
-from atlas_cli.learning.setup import Inputs
+from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening, import_open_clip
 from atlas_cli.recipes.finetune import FinetuneRecipe
 from atlas_cli.sources.locate import locate
@@ -246,9 +246,9 @@ def finetune(folder: Path, task: str, steps: int, rate: float) -> dict[str, torc
     train, val = (open_dataset(recipe.data[0], split=split) for split in ("train", "val"))
     source, opening = locate(parse_reference(recipe.model)), Opening(device="cpu")
     inputs = Inputs("finetune", recipe, source, (), (train,), (val,), opening, THREADS)
-    with prepared(inputs, note) as ready:
+    with prepared_trainer(inputs, note) as ready:
         *_, checkpoint = ready.learn(ready.begin())
-        return {**ready.clip.module.state_dict(), **ready.tower.load(checkpoint.kept)}
+        return {**ready.clip.module.state_dict(), **ready.model.load(checkpoint.kept)}
 
 
 def table(folder: Path, steps: int, rate: float) -> None:

@@ -33,9 +33,10 @@ from atlas_cli.datasets.builtin import TASKS
 from atlas_cli.datasets.dataset import few_shot, open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import score as score_images
-from atlas_cli.learning.fit import fit
-from atlas_cli.learning.selection import begin, learn, select_coefficients
-from atlas_cli.learning.setup import Inputs, PreparedRun, prepared
+from atlas_cli.learning.fit import Fitting
+from atlas_cli.learning.loop import CoefficientTrainer
+from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.setup import PreparedRun, prepared
 from atlas_cli.models.clip import Opening
 from atlas_cli.recipes.learning import FitRecipe
 from atlas_cli.sources.locate import locate
@@ -115,29 +116,29 @@ def score(job: Job, work: Path) -> Row:
     opening = Opening(device="cpu")
     source = locate(parse_reference(recipe.model))
     inputs = Inputs("fit", recipe, source, tuple(others), (dataset,), (), opening, 1)
-    with prepared(inputs, fit, print) as ready:
-        setting = ready.setting
-        test = Pixels(open_dataset(recipe.data, split="test"), setting.tasks[0].view, 2**30)
+    with prepared(inputs, Fitting(recipe).objective, print) as ready:
+        setup = ready.setup
+        test = Pixels(open_dataset(recipe.data, split="test"), setup.tasks[0].view, 2**30)
         if job.method == "linear probe":
             accuracy = probe(ready, test)
         else:
-            setting.tower.load(coefficients(job.method, ready))
+            setup.model.load(coefficients(job.method, ready))
             images = range(len(test.dataset.samples))
-            accuracy = score_images(setting.tower, test, images, setting.heads[0]).accuracy
+            accuracy = score_images(setup.model, test, images, setup.heads[0]).accuracy
     return Row(**asdict(job), accuracy=round(100 * accuracy, 4))
 
 
 def coefficients(method: str, ready: PreparedRun) -> torch.Tensor:
     """What each method finds from the shots."""
-    objective, plan, zero = ready.objective, ready.plan, ready.setting.table()
+    objective, zero = ready.objective, ready.setup.table()
     if method == "zero-shot":
         return zero
     if method == "uniform scale":
         tables = [torch.full_like(zero, scale) for scale in SCALES]
-        return max(tables, key=lambda table: objective.judge(plan[0], table))
-    start = begin(objective, plan)
-    *_, last = learn(objective, plan, start)
-    return select_coefficients(objective, plan, last).coefficients
+        return max(tables, key=lambda table: objective.judge(ready.policy.folds[0], table))
+    trainer = CoefficientTrainer(objective, ready.policy)
+    *_, last = trainer.learn(trainer.begin())
+    return trainer.select(last).coefficients
 
 
 def probe(ready: PreparedRun, test: Pixels) -> float:
@@ -147,8 +148,8 @@ def probe(ready: PreparedRun, test: Pixels) -> float:
     at 2 and 16 shots (without the pull, or from nothing, it does worse): this baseline is
     given more than the others.
     """
-    tower, shots, zero_shot = ready.setting.tower, ready.setting.tasks[0], ready.setting.heads[0]
-    tower.load(ready.setting.table())
+    tower, shots, zero_shot = ready.setup.model, ready.setup.tasks[0], ready.setup.heads[0]
+    tower.load(ready.setup.table())
     features = {}
     for name, pixels in (("shots", shots), ("test", test)):
         images = pixels.fixed(range(len(pixels.dataset.samples)))

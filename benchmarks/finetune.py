@@ -70,7 +70,8 @@ def ours(
 ) -> Iterator[object]:
     from atlas_cli.core.losses import cross_entropy, logits_of
     from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
-    from atlas_cli.learning.loop import StatelessData, descend
+    from atlas_cli.learning.batches import StatelessData
+    from atlas_cli.learning.loop import descend
     from atlas_cli.models.trainable import TrainableModel, checkpoint_activations, names_of
 
     class Batch(StatelessData):

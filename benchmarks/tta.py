@@ -24,11 +24,10 @@ import few_shot
 import torch
 from shifts import CONDITIONS, labels_of, write_task
 
-from atlas_cli.cli.learning import plan_recipe, resolve
-from atlas_cli.cli.options import RunOptions
-from atlas_cli.cli.tta import Adapting
-from atlas_cli.learning.selection import begin, learn, select_coefficients
-from atlas_cli.learning.setup import prepared
+from atlas_cli.learning.loop import CoefficientTrainer
+from atlas_cli.learning.run import RunOptions, prepare
+from atlas_cli.learning.tta import Adapting, decision
+from atlas_cli.recipes.learning import TtaRecipe, learning_recipe
 
 TARGETS = few_shot.TARGETS
 METHODS = {
@@ -77,27 +76,26 @@ def score(job: Job, work: Path) -> Row:
     if job.method != "layernorm":
         others = [task for task in TARGETS if task != job.task]
         flags["vectors"] = [f"builtin:{task}" for task in others]
-    command = Adapting()
-    recipe = plan_recipe(command, [str(folder)], flags)
-    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
+    recipe = learning_recipe(TtaRecipe, {"data": str(folder), **flags})
     labels = torch.tensor(labels_of(job.task, SPLIT, job.images))
-    order = [int(Path(sample.key).stem) for sample in inputs.datasets[0].samples]
-    with prepared(inputs, command.objective_factory(), print) as ready:
+    with prepare(Adapting(recipe), RunOptions(device="cpu", threads=1)) as ready:
         objective = ready.objective
+        order = [int(Path(sample.key).stem) for sample in ready.inputs.datasets[0].samples]
 
         def accuracy(coefficients: torch.Tensor) -> float:
             hits = objective.predictions(coefficients).argmax(dim=1) == labels[order]
             return round(100 * hits.float().mean().item(), 4)
 
-        start = begin(objective, ready.plan)
-        *_, before_last, last = learn(objective, ready.plan, start)
-        selection = select_coefficients(objective, ready.plan, last)
+        trainer = CoefficientTrainer(objective, ready.policy)
+        *_, before_last, last = trainer.learn(trainer.begin())
+        selection = trainer.select(last)
+        assert before_last.state is not None
         return Row(
             **asdict(job),
             zero_shot=accuracy(objective.start),
             adapted=accuracy(selection.coefficients),
             last=accuracy(before_last.state["coefficients"]),
-            decision=objective.decision(selection),
+            decision=decision(selection, guarded=objective.guarded),
         )
 
 

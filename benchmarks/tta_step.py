@@ -18,23 +18,26 @@ from typing import Any
 
 import torch
 
-from atlas_cli.cli.fit import Fitting
-from atlas_cli.cli.learning import LearningCommand, plan_recipe, resolve
-from atlas_cli.cli.options import RunOptions
-from atlas_cli.cli.tta import Adapting
-from atlas_cli.learning.selection import Checkpoint, begin, learn
-from atlas_cli.learning.setup import prepared
+from atlas_cli.learning.fit import Fitting
+from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
+from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
+from atlas_cli.learning.tta import Adapting
+from atlas_cli.recipes.learning import FitRecipe, TtaRecipe, learning_recipe
 
 OBJECTIVES = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
 
 
 @contextmanager
-def steps_of(command: LearningCommand, flags: dict[str, Any]) -> Iterator[Iterator[Checkpoint]]:
-    """The steps of a command, one at a time."""
-    recipe = plan_recipe(command, ["builtin:terrain"], flags)
-    inputs = resolve(command, recipe, RunOptions(device="cpu", threads=1))
-    with prepared(inputs, command.objective_factory(), print) as ready:
-        yield learn(ready.objective, ready.plan, begin(ready.objective, ready.plan))
+def steps_of(verb: LearningVerb) -> Iterator[Iterator[Checkpoint]]:
+    """The steps of a verb, one at a time."""
+    with prepare(verb, RunOptions(device="cpu", threads=1)) as ready:
+        trainer = CoefficientTrainer(ready.objective, ready.policy)
+        yield trainer.learn(trainer.begin())
+
+
+def adapting(keys: dict[str, Any]) -> Adapting:
+    """Every prediction counts as sure."""
+    return Adapting(learning_recipe(TtaRecipe, {**keys, "threshold": "0:0"}))
 
 
 def clocked(steps: Iterator[Checkpoint]) -> float:
@@ -52,17 +55,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     shared: dict[str, Any] = {"model": "builtin:tiny", "vectors": [options.vectors]}
+    shared |= {"data": "builtin:terrain"}
     shared |= {"batch_size": options.batch_size, "epochs": 9, "split": "val"}
     seen: dict[str, list[float]] = {"fit": [], **{name: [] for name in OBJECTIVES}}
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(
-                steps_of(Adapting(), {**shared, "objective": name, "threshold": "0:0"})
-            )
+            name: stack.enter_context(steps_of(adapting({**shared, "objective": name})))
             for name in OBJECTIVES
         }
         flags = {**shared, "augment": "crop", "allow_target": True}
-        running["fit"] = stack.enter_context(steps_of(Fitting(), flags))
+        running["fit"] = stack.enter_context(steps_of(Fitting(learning_recipe(FitRecipe, flags))))
         for steps in running.values():
             next(steps)
         for _ in range(options.rounds):

@@ -21,7 +21,8 @@ from atlas_cli.core.losses import entropy, logits_of
 from atlas_cli.core.optimizers import CoefficientOptimizer
 from atlas_cli.core.stacks import FactorStack, stack_blocks
 from atlas_cli.core.storage import Dense
-from atlas_cli.learning.loop import StatelessData, descend
+from atlas_cli.learning.batches import StatelessData
+from atlas_cli.learning.loop import descend
 from atlas_cli.learning.setup import training_of
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import Blueprint, build, fill, import_open_clip, read_tensors

@@ -82,13 +82,6 @@ def to_uniform(logits: torch.Tensor, labels: torch.Tensor | None = None) -> torc
     return -logits.log_softmax(dim=1).mean(dim=1).mean() - math.log(logits.shape[1])
 
 
-FORGET: dict[str, Loss] = {
-    "ascent": ascent,
-    "unlikelihood": unlikelihood,
-    "uniform": to_uniform,
-}
-
-
 def penalty(coefficients: torch.Tensor, order: int) -> torch.Tensor:
     """The mean over columns j of |lambda_(., j)|_p, the norm being over task vectors; p is 1 or 2.
 

@@ -297,7 +297,8 @@ class CoefficientTrainer:
         row = {self.measure if key == "accuracy" else key: found[key] for key in found}
         return {"stage": fold.name, **row}
 
-    def to_saved(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    @staticmethod
+    def to_saved(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """What a run's folder keeps of a checkpoint: named tensors, and the rest as JSON."""
         state = checkpoint.state or {}
         tensors = {f"{_OPTIMIZER_STATE}{name}": tensor for name, tensor in state.items()}
@@ -309,7 +310,8 @@ class CoefficientTrainer:
         facts: dict[str, object] = {"stage": checkpoint.fold, "step": step, "checks": scores}
         return {"best": checkpoint.best, **tensors}, facts
 
-    def from_saved(self, saved: SavedRun) -> Checkpoint:
+    @staticmethod
+    def from_saved(saved: SavedRun) -> Checkpoint:
         """The checkpoint that was saved, to the bit: JSON keeps the 64 bits of a number."""
         facts = saved.facts
         try:

@@ -1,4 +1,4 @@
-"""A module whose LayerNorms are tuned themselves: what one does without task vectors."""
+"""A module that runs with composed weights in place of its own, and their gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class LinearisedReplica(Replica):
         own = dict(self.module.named_parameters())
         self._names = {name: name.removeprefix(prefix) for name in composed}
         self._base = {short: own[short].detach() for short in self._names.values()}
-        torch.backends.mha.set_fastpath_enabled(False)  # the fast path has no derivative
         with warnings.catch_warnings():  # torch warns of itself when this is first imported
             warnings.simplefilter("ignore", DeprecationWarning)
             importlib.import_module("torch._decomp.decompositions_for_jvp")
@@ -64,7 +63,7 @@ class LinearisedReplica(Replica):
         def features(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
             return functional_call(self.module, parameters, (images,))  # type: ignore[no-any-return]
 
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), _without_fast_path():
             value, change = jvp(features, (self._base,), (self._delta(),))  # type: ignore[misc]
         return value + change  # type: ignore[no-any-return]
 
@@ -78,6 +77,17 @@ class TangentReplica(LinearisedReplica):
 
     def _delta(self) -> dict[str, torch.Tensor]:
         return {name: tensor - self._base[name] for name, tensor in super()._delta().items()}
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Without the fast path of torch's attention, which has no derivative."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _leaves(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:

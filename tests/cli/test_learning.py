@@ -120,11 +120,10 @@ def merged_folder(recipe: dict, target: Path) -> Path:
 def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     call, world, tmp_path
 ):
-    from atlas_cli.cli.fit import Fitting
-    from atlas_cli.cli.learning import plan_recipe, resolve
-    from atlas_cli.cli.options import RunOptions
     from atlas_cli.learning.batches import predict
-    from atlas_cli.learning.setup import prepared
+    from atlas_cli.learning.fit import Fitting
+    from atlas_cli.learning.run import RunOptions, prepare
+    from atlas_cli.recipes.learning import FitRecipe
 
     result = call(*arguments(world, "--lr", "0.5"))
     recipe = yaml.safe_load(result.out)
@@ -133,16 +132,14 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     shown = call("eval", merged, "--data", test, "--predictions", "-", "--workers", "0")
     ours = [json.loads(line) for line in shown.out.splitlines()]
 
-    flags = {"model": str(world / "base"), "vectors": [str(world / "v")]}
-    command = Fitting()
-    inputs = resolve(command, plan_recipe(command, [str(test)], flags), RunOptions(device="cpu"))
+    learned = FitRecipe(data=str(test), model=str(world / "base"), vectors=[str(world / "v")])
     table = torch.tensor([list(row.values()) for row in recipe["coefficients"].values()])
-    with prepared(inputs, command.objective_factory(), print) as ready:
-        setting = ready.setting
+    with prepare(Fitting(learned), RunOptions(device="cpu")) as ready:
+        setup = ready.setup
         assert list(recipe["coefficients"]["birds"]) == list(ready.layout.labels)
-        setting.tower.load(table)
-        logits = predict(setting.tower, setting.tasks[0], range(120), setting.heads[0])
-    names = inputs.datasets[0].classes
+        setup.model.load(table)
+        logits = predict(setup.model, setup.tasks[0], range(120), setup.heads[0])
+    names = ready.inputs.datasets[0].classes
     assert [row["prediction"] for row in ours] == [names[i] for i in logits.argmax(1).tolist()]
     assert table.abs().max() > 0.5
 

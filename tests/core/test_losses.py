@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.losses import FORGET, cross_entropy, entropy, logits_of, penalty
+from atlas_cli.core.losses import (
+    ascent,
+    cross_entropy,
+    entropy,
+    logits_of,
+    penalty,
+    to_uniform,
+    unlikelihood,
+)
+
+FORGET = {"ascent": ascent, "unlikelihood": unlikelihood, "uniform": to_uniform}
 
 # Columns of length 5 and 0 in the second norm, 7 and 0 in the first.
 TABLE = torch.tensor([[3.0, 0.0], [-4.0, 0.0]])

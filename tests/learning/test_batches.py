@@ -24,6 +24,7 @@ from atlas_cli.datasets.pixels import Pixels, View, view_of
 from atlas_cli.errors import DataError
 from atlas_cli.learning.batches import (
     LabelledData,
+    LabelledObjective,
     TaskData,
     TaskScore,
     TrainingConfig,
@@ -31,15 +32,15 @@ from atlas_cli.learning.batches import (
     score,
 )
 from atlas_cli.learning.fit import recognise
-from atlas_cli.learning.labelled import LabelledObjective
+from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.selection import (
-    Checkpoint,
+    BestEpoch,
     Fold,
+    KFold,
+    Last,
+    Scoring,
     Selection,
-    begin,
-    folds_for,
-    learn,
-    select_coefficients,
+    policy_for,
 )
 from atlas_cli.models.clip import Blueprint, build
 from atlas_cli.models.composed import ComposedModel
@@ -104,7 +105,7 @@ def shuffled(pixels: Pixels, seed: int) -> Pixels:
     return Pixels(dataclasses.replace(dataset, samples=samples), pixels.view, 2**30)
 
 
-def material_of(
+def objective_of(
     tower: ComposedModel,
     pixels: Pixels,
     head: torch.Tensor,
@@ -113,36 +114,41 @@ def material_of(
 ) -> LabelledObjective:
     """What `fit` learns from."""
     start = torch.zeros(tower.composition.shape)
-    streams = (TaskData(pixels, head),)
-    return LabelledObjective(tower, streams, training, recognise, start, judges=judges)
+    tasks = (TaskData(pixels, head),)
+    return LabelledObjective(tower, tasks, training, recognise, start, judges=judges)
 
 
 def only(objective: LabelledObjective) -> Pixels:
-    return objective.streams[0].pixels
+    return objective.tasks[0].pixels
 
 
-def one_stream(
+def one_task(
     pixels: Pixels, indices: Sequence[int], head: torch.Tensor, training: TrainingConfig
 ) -> LabelledData:
     return LabelledData([TaskData(pixels, head)], [indices], training)
 
 
-def stages_of(select: str, pixels: Pixels, seed: int = 0) -> list[Fold]:
-    return folds_for(select, [pixels], seed)
+def folds_of(select: str, pixels: Pixels, seed: int = 0) -> tuple[Fold, ...]:
+    return policy_for(select, [pixels], seed).folds
+
+
+def trainer_of(objective: LabelledObjective, select: str) -> CoefficientTrainer:
+    policy = policy_for(select, [only(objective)], objective.training.seed)
+    return CoefficientTrainer(objective, policy)
 
 
 def run(objective: LabelledObjective, select: str) -> tuple[Selection, Checkpoint]:
-    plan = stages_of(select, only(objective), objective.training.seed)
-    checkpoint = begin(objective, plan)
-    for found in learn(objective, plan, checkpoint):
+    trainer = trainer_of(objective, select)
+    checkpoint = trainer.begin()
+    for found in trainer.learn(checkpoint):
         checkpoint = found
-    return select_coefficients(objective, plan, checkpoint), checkpoint
+    return trainer.select(checkpoint), checkpoint
 
 
 @pytest.fixture
 def objective(model, folder: Path) -> LabelledObjective:
     module, view = model
-    return material_of(tower_of(module), colours(folder, view, 4), HEAD, QUICK)
+    return objective_of(tower_of(module), colours(folder, view, 4), HEAD, QUICK)
 
 
 # The order of images --------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def test_an_epoch_shows_every_image_equally_often_in_enough_steps(
 ):
     pixels = colours(folder, model[1], images // 3)
     training = TrainingConfig(1, batch, min_steps=min_steps, augment="none")
-    problem = one_stream(pixels, range(images), HEAD, training)
+    problem = one_task(pixels, range(images), HEAD, training)
     assert (problem.epoch_steps, problem.steps) == (steps, steps)
     counts = Counter(index for step in range(steps) for index in shown(problem, pixels, step))
     assert len(counts) == images
@@ -186,7 +192,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
 
     def order(seed: int, epoch: int) -> list[int]:
         training = TrainingConfig(2, 4, min_steps=1, augment="none", seed=seed)
-        problem = one_stream(pixels, range(12), HEAD, training)
+        problem = one_task(pixels, range(12), HEAD, training)
         return [i for step in range(3) for i in shown(problem, pixels, 3 * epoch + step)]
 
     assert order(0, 0) == order(0, 0)
@@ -195,7 +201,7 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides(model, folder:
 
 def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
     pixels = colours(folder, model[1], 4)
-    fresh, used = (one_stream(pixels, range(12), HEAD, TrainingConfig(2, 6)) for _ in range(2))
+    fresh, used = (one_task(pixels, range(12), HEAD, TrainingConfig(2, 6)) for _ in range(2))
     for step in (0, 5, 3):
         list(used.batches(step))
     ((wanted, _),) = fresh.batches(7)
@@ -205,7 +211,7 @@ def test_a_step_shows_the_same_crops_whatever_came_before(model, folder: Path):
 
 def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = one_stream(pixels, [0], HEAD, TrainingConfig(3, 1, min_steps=1, augment="crop"))
+    problem = one_task(pixels, [0], HEAD, TrainingConfig(3, 1, min_steps=1, augment="crop"))
     crops = [images for step in range(3) for images, _ in problem.batches(step)]
     assert len(crops) == 3
     assert not torch.equal(crops[0], crops[1])
@@ -216,8 +222,8 @@ def test_every_step_shows_other_crops_of_the_same_image(model, folder: Path):
 def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder: Path, parts: int):
     pixels = colours(folder, model[1], 4)
     training = TrainingConfig(1, 6, accumulate=parts, min_steps=1, augment="flip")
-    whole = one_stream(pixels, range(12), HEAD, dataclasses.replace(training, accumulate=1))
-    split = one_stream(pixels, range(12), HEAD, training)
+    whole = one_task(pixels, range(12), HEAD, dataclasses.replace(training, accumulate=1))
+    split = one_task(pixels, range(12), HEAD, training)
     ((images, loss_of),) = whole.batches(0)
     features = random((6, 32), 1)
     pieces, loss, start = [], 0.0, 0
@@ -233,7 +239,7 @@ def test_a_batch_in_parts_has_the_images_and_the_loss_of_the_whole(model, folder
 
 def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, folder: Path):
     pixels = colours(folder, model[1], 1)
-    problem = one_stream(pixels, [0, 1, 2], HEAD, TrainingConfig(1, 3, min_steps=1, augment="none"))
+    problem = one_task(pixels, [0, 1, 2], HEAD, TrainingConfig(1, 3, min_steps=1, augment="none"))
     labels = pixels.labels[shown(problem, pixels, 0)]
     ((_, loss_of),) = problem.batches(0)
     features = HEAD[labels]  # where every image is exactly at its class
@@ -243,30 +249,38 @@ def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, fold
     assert problem.accuracy() == 1.0
 
 
-# Stages ---------------------------------------------------------------------------------------
+# Policies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("select", ["holdout", "kfold"])
 @pytest.mark.parametrize("count", [2, 3, 4, 9])
 def test_no_image_both_teaches_and_judges(model, folder: Path, select: str, count: int):
     pixels = colours(folder, model[1], count)
-    for fold in stages_of(select, pixels, seed=0):
+    for fold in folds_of(select, pixels, seed=0):
         (train,) = fold.train
-        assert not fold.judged_by or not set(train) & set(fold.judged_by[0])
+        assert fold.scored_on is None or not set(train) & set(fold.scored_on[0])
         assert {pixels.labels[i].item() for i in train} == {0, 1, 2}
 
 
 def test_last_learns_from_all_and_looks_once_at_the_same_images(model, folder: Path):
-    (fold,) = stages_of("last", colours(folder, model[1], 2), 0)
-    assert fold.train == fold.judged_by == (tuple(range(6)),)
-    assert not fold.every_epoch
+    policy = policy_for("last", [colours(folder, model[1], 2)], 0)
+    assert isinstance(policy, Last)
+    assert policy.fold.train == policy.fold.scored_on == (tuple(range(6)),)
+    assert policy.fold.scoring is Scoring.AT_END
 
 
 def test_val_learns_from_all_images_and_other_images_judge(model, folder: Path):
-    (fold,) = stages_of("val:elsewhere", colours(folder, model[1], 2), 0)
-    assert fold.train == (tuple(range(6)),)
-    assert fold.judged_by == ()
-    assert fold.every_epoch
+    policy = policy_for("val:elsewhere", [colours(folder, model[1], 2)], 0)
+    assert isinstance(policy, BestEpoch)
+    assert policy.fold.train == (tuple(range(6)),)
+    assert policy.fold.scored_on is None
+    assert policy.fold.scoring is Scoring.EVERY_EPOCH
+
+
+def test_a_word_that_names_no_policy_is_refused(model, folder: Path):
+    for word in ("blind", "kflod", ""):
+        with pytest.raises(ValueError, match="no policy is called"):
+            policy_for(word, [colours(folder, model[1], 2)], 0)
 
 
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (4, 1), (7, 1), (8, 2), (9, 2)])
@@ -274,33 +288,36 @@ def test_holdout_keeps_a_quarter_of_every_class_and_at_least_one(
     model, folder: Path, count: int, held: int
 ):
     pixels = colours(folder, model[1], count)
-    (fold,) = stages_of("holdout", pixels, 0)
-    assert Counter(pixels.labels[list(fold.judged_by[0])].tolist()) == {0: held, 1: held, 2: held}
-    assert sorted(fold.train[0] + fold.judged_by[0]) == list(range(3 * count))
+    (fold,) = folds_of("holdout", pixels, 0)
+    assert Counter(pixels.labels[list(fold.scored_on[0])].tolist()) == {0: held, 1: held, 2: held}
+    assert sorted(fold.train[0] + fold.scored_on[0]) == list(range(3 * count))
 
 
 @pytest.mark.parametrize(("count", "folds"), [(2, 2), (3, 3), (4, 4), (9, 4)])
 def test_folds_judge_every_image_once_and_the_last_stage_learns_from_all(
     model, folder: Path, count: int, folds: int
 ):
-    plan = stages_of("kfold", colours(folder, model[1], count), 0)
+    policy = policy_for("kfold", [colours(folder, model[1], count)], 0)
+    assert isinstance(policy, KFold)
+    plan = policy.folds
     assert [fold.name for fold in plan] == [f"fold {n + 1}" for n in range(folds)] + ["all"]
-    judges = [index for fold in plan[:-1] for index in fold.judged_by[0]]
+    judges = [index for fold in plan[:-1] for index in fold.scored_on[0]]
     assert sorted(judges) == list(range(3 * count))
-    assert all(sorted(s.train[0] + s.judged_by[0]) == list(range(3 * count)) for s in plan[:-1])
+    assert all(sorted(s.train[0] + s.scored_on[0]) == list(range(3 * count)) for s in plan[:-1])
     assert plan[-1].train == (tuple(range(3 * count)),)
-    assert plan[-1].judged_by == ()
+    assert plan[-1].scored_on is None
+    assert plan[-1].scoring is Scoring.NEVER
 
 
 @pytest.mark.parametrize("select", ["holdout", "kfold"])
 def test_a_class_of_one_image_cannot_be_divided(model, folder: Path, select: str):
     with pytest.raises(DataError, match=rf"--select {select} needs two images of every class"):
-        stages_of(select, colours(folder, model[1], 1), 0)
+        folds_of(select, colours(folder, model[1], 1), 0)
 
 
 def test_the_seed_decides_who_judges(model, folder: Path):
     pixels = colours(folder, model[1])
-    found = {stages_of("holdout", pixels, seed)[0].judged_by for seed in (0, 0, 1, 2)}
+    found = {folds_of("holdout", pixels, seed)[0].scored_on for seed in (0, 0, 1, 2)}
     assert len(found) == 3
 
 
@@ -310,11 +327,11 @@ def test_the_seed_decides_who_judges(model, folder: Path):
 def test_a_check_is_the_accuracy_and_the_mean_logarithm_of_the_right_class(
     objective: LabelledObjective,
 ):
-    objective.tower.load(torch.zeros(objective.tower.composition.shape))
+    objective.model.load(torch.zeros(objective.model.composition.shape))
     everything = range(12)
-    logits = predict(objective.tower, only(objective), everything, HEAD)
+    logits = predict(objective.model, only(objective), everything, HEAD)
     labels = only(objective).labels
-    found = score(objective.tower, only(objective), everything, HEAD)
+    found = score(objective.model, only(objective), everything, HEAD)
     assert found.accuracy == (logits.argmax(1) == labels).float().mean().item()
     gain = logits.double().log_softmax(1)[range(12), labels].mean().item()
     assert found.gain == pytest.approx(gain, rel=1e-12)
@@ -346,7 +363,7 @@ def test_colours_are_learned_and_the_verdict_is_what_judging_again_gives(
     assert selection.after > selection.before
     assert selection.after.values["accuracy"] > 0.6
     if select != "kfold":
-        (fold,) = stages_of(select, only(objective), 0)
+        (fold,) = folds_of(select, only(objective), 0)
         assert objective.judge(fold, selection.coefficients) == selection.after
         assert objective.judge(fold, torch.zeros_like(selection.coefficients)) == selection.before
 
@@ -358,9 +375,9 @@ def test_with_labels_that_mean_nothing_the_verdict_is_never_below_zero_shot(
 ):
     pixels = shuffled(colours(folder, model[1], 4), seed)
     training = dataclasses.replace(QUICK, seed=seed, optimizer_config=OptimizerConfig(rate=0.5))
-    objective = material_of(tower_of(model[0]), pixels, HEAD, training)
+    objective = objective_of(tower_of(model[0]), pixels, HEAD, training)
     selection, _ = run(objective, select)
-    (fold,) = stages_of(select, pixels, seed)
+    (fold,) = folds_of(select, pixels, seed)
     zero = objective.judge(fold, torch.zeros_like(selection.coefficients))
     chosen = objective.judge(fold, selection.coefficients)
     assert selection.before == zero
@@ -381,7 +398,7 @@ def test_what_overflows_at_the_last_step_is_not_chosen(model, folder: Path):
     logits = predict(tower, pixels, range(12), head)
     worst = logits.sum(0).argmin().item()
     head[[0, worst]] = head[[worst, 0]]  # class 0 is now the one that zero-shot never names
-    selection, _ = run(material_of(tower, pixels, head, training), "last")
+    selection, _ = run(objective_of(tower, pixels, head, training), "last")
     assert not selection.improved
     assert selection.after == selection.before
 
@@ -391,20 +408,20 @@ def test_vectors_of_zeros_improve_nothing_and_get_zero_coefficients(
     model, folder: Path, select: str
 ):
     """Every check is that of zero-shot; with folds, no epoch at all is best."""
-    objective = material_of(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
+    objective = objective_of(tower_of(model[0], 0.0), colours(folder, model[1], 4), HEAD, QUICK)
     selection, checkpoint = run(objective, select)
     assert not selection.improved
     assert not selection.coefficients.any()
     assert selection.before == selection.after
     if select == "kfold":
         assert checkpoint.fold == 4  # the last stage took no step
-        assert {len(checks) for checks in checkpoint.checks.values()} == {1 + QUICK.epochs}
+        assert {len(scores) for scores in checkpoint.scores.values()} == {1 + QUICK.epochs}
 
 
 def test_folds_choose_how_long_the_last_stage_learns(objective: LabelledObjective):
-    plan = stages_of("kfold", only(objective), 0)
-    moments = list(learn(objective, plan, begin(objective, plan)))
-    checks = moments[-1].checks
+    trainer = trainer_of(objective, "kfold")
+    moments = list(trainer.learn(trainer.begin()))
+    checks = moments[-1].scores
     assert checks.keys() == {"fold 1", "fold 2", "fold 3", "fold 4"}
     means = [
         (
@@ -414,9 +431,9 @@ def test_folds_choose_how_long_the_last_stage_learns(objective: LabelledObjectiv
         for epoch in range(1 + QUICK.epochs)
     ]
     best = means.index(max(means))
-    problem = objective.problem(plan[-1])
-    assert len(moments) == 4 * problem.steps + best * problem.epoch_steps
-    selection = select_coefficients(objective, plan, moments[-1])
+    data = objective.training_data(trainer.policy.folds[-1])
+    assert len(moments) == 4 * data.steps + best * data.epoch_steps
+    selection = trainer.select(moments[-1])
     assert selection.after.rank == pytest.approx(max(means))
 
 
@@ -425,20 +442,20 @@ def test_other_images_judge_after_every_epoch(model, folder: Path):
     every = pixels.dataset
     rest = tuple(s for s in open_dataset(str(folder)).samples if int(Path(s.key).stem) >= 4)
     judges = Pixels(dataclasses.replace(every, samples=rest), model[1], 2**30)
-    objective = material_of(tower_of(model[0]), pixels, HEAD, QUICK, judges)
+    objective = objective_of(tower_of(model[0]), pixels, HEAD, QUICK, judges)
     selection, checkpoint = run(objective, "val:rest")
-    assert len(checkpoint.checks["val"]) == 1 + QUICK.epochs
-    objective.tower.load(selection.coefficients)
-    found = score(objective.tower, judges, range(15), HEAD)
+    assert len(checkpoint.scores["val"]) == 1 + QUICK.epochs
+    objective.model.load(selection.coefficients)
+    found = score(objective.model, judges, range(15), HEAD)
     assert (found.accuracy, found.gain) == selection.after.rank
-    assert selection.after == max(checkpoint.checks["val"])
+    assert selection.after == max(checkpoint.scores["val"])
 
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
 def test_the_same_seed_comes_to_the_same_verdict(model, folder: Path, select: str):
     training = dataclasses.replace(QUICK, augment="flip")
     found = [
-        run(material_of(tower_of(model[0]), colours(folder, model[1], 4), HEAD, training), select)[
+        run(objective_of(tower_of(model[0]), colours(folder, model[1], 4), HEAD, training), select)[
             0
         ]
         for _ in range(2)
@@ -459,7 +476,7 @@ def test_the_test_images_of_a_dataset_are_never_looked_at(model, folder: Path, t
             target.write_bytes(path.read_bytes())
     alone = Pixels(open_dataset(str(tmp_path)), model[1], 2**30)
     first, second = (
-        run(material_of(tower_of(model[0]), some, HEAD, QUICK), "holdout")[0]
+        run(objective_of(tower_of(model[0]), some, HEAD, QUICK), "holdout")[0]
         for some in (pixels, alone)
     )
     assert torch.equal(first.coefficients, second.coefficients)
@@ -472,13 +489,13 @@ def test_the_test_images_of_a_dataset_are_never_looked_at(model, folder: Path, t
 def test_going_on_from_any_moment_comes_to_the_same_bits(objective: LabelledObjective, select: str):
     training = dataclasses.replace(QUICK, augment="crop")
     objective = dataclasses.replace(objective, training=training)
-    plan = stages_of(select, only(objective), 0)
-    moments = list(learn(objective, plan, begin(objective, plan)))
-    wanted = select_coefficients(objective, plan, moments[-1])
+    trainer = trainer_of(objective, select)
+    moments = list(trainer.learn(trainer.begin()))
+    wanted = trainer.select(moments[-1])
     for stop in (0, 1, len(moments) // 2, len(moments) - 2):
-        rest = list(learn(objective, plan, moments[stop]))
+        rest = list(trainer.learn(moments[stop]))
         assert len(rest) == len(moments) - stop - 1
-        found = select_coefficients(objective, plan, rest[-1])
+        found = trainer.select(rest[-1])
         assert torch.equal(found.coefficients, wanted.coefficients)
         assert (found.before, found.after) == (wanted.before, wanted.after)
         assert rest[-1].step == moments[-1].step
@@ -486,9 +503,11 @@ def test_going_on_from_any_moment_comes_to_the_same_bits(objective: LabelledObje
 
 @pytest.mark.parametrize("select", ["last", "holdout", "kfold"])
 def test_a_run_that_is_stopped_keeps_the_best_so_far(objective: LabelledObjective, select: str):
-    plan = stages_of(select, only(objective), 0)
-    for checkpoint in learn(objective, plan, begin(objective, plan)):
-        selection = select_coefficients(objective, plan, checkpoint)
+    trainer = trainer_of(objective, select)
+    for checkpoint in trainer.learn(trainer.begin()):
+        selection = trainer.select(checkpoint)
         assert selection.after >= selection.before
         if select != "kfold":
-            assert objective.judge(plan[0], selection.coefficients) == selection.after
+            assert (
+                objective.judge(trainer.policy.folds[0], selection.coefficients) == selection.after
+            )

@@ -18,9 +18,9 @@ from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
-from atlas_cli.learning.finetune import prepared
+from atlas_cli.learning.run import Inputs
 from atlas_cli.learning.selection import hold_out
-from atlas_cli.learning.setup import Inputs
+from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
 from atlas_cli.recipes.finetune import EPOCHS, FinetuneRecipe, epochs_of, finetune_recipe, warmup_of
@@ -44,10 +44,10 @@ def tuned(world: Path, **keys: Any) -> dict[str, torch.Tensor]:
     source = locate(parse_reference(recipe.model))
     inputs = Inputs("finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), 1)
     judge = open_dataset(recipe.data[0], split="val")
-    with prepared(dataclasses.replace(inputs, judges=(judge,)), print) as ready:
+    with prepared_trainer(dataclasses.replace(inputs, judges=(judge,)), print) as ready:
         *_, checkpoint = ready.learn(ready.begin())
         assert checkpoint.over
-        return {name: tensor.clone() for name, tensor in ready.tower.load(checkpoint.kept).items()}
+        return {name: tensor.clone() for name, tensor in ready.model.load(checkpoint.kept).items()}
 
 
 def by_hand(world: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:

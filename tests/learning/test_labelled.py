@@ -16,29 +16,23 @@ from test_batches import HEAD, colours, folder, model, random, shown, shuffled, 
 from torch.func import functional_call
 
 from atlas_cli.core.compose import compose
-from atlas_cli.core.losses import FORGET, Loss, cross_entropy, entropy
+from atlas_cli.core.losses import Loss, ascent, cross_entropy, entropy, to_uniform, unlikelihood
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Sample
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.add import combine
 from atlas_cli.learning.batches import (
     LabelledData,
+    LabelledObjective,
     TaskData,
     TaskScore,
     TrainingConfig,
     predict,
     score,
 )
-from atlas_cli.learning.labelled import LabelledObjective
+from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.negate import forget
-from atlas_cli.learning.selection import (
-    Score,
-    begin,
-    folds_for,
-    learn,
-    search_tables,
-    select_coefficients,
-)
+from atlas_cli.learning.selection import Score, policy_for, search_tables
 
 OTHER = 10 * F.normalize(random((3, 32), 5), dim=-1)
 QUICK = TrainingConfig(epochs=4, batch_size=8, min_steps=2, augment="none")
@@ -61,7 +55,7 @@ def naive_loss(losses: list[Loss], logits: list[torch.Tensor], labels: list[torc
     [
         [cross_entropy, cross_entropy],
         [entropy, entropy],
-        *([loss, cross_entropy] for loss in FORGET.values()),
+        *([loss, cross_entropy] for loss in (ascent, unlikelihood, to_uniform)),
     ],
 )
 @pytest.mark.parametrize("parts", [1, 3])
@@ -105,8 +99,8 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tasks(
 
 
 def sorted_by_task(problem: LabelledData, task: int) -> list[int]:
-    """The images of the first step, as the task's own deck deals them."""
-    return problem._decks[task].hand(0, 0)
+    """The images of the first step, as the task's own sampler deals them."""
+    return problem._samplers[task].batch(0, 0)
 
 
 def test_entropy_looks_at_no_label(model, folder: Path):  # noqa: F811
@@ -134,7 +128,7 @@ def test_streams_of_any_length_come_equally_often_in_every_batch(
     problem = LabelledData(streams, indices, dataclasses.replace(QUICK, min_steps=1))
     assert problem.epoch_steps == max(-(-3 * first // 4), -(-3 * second // 4))
     for task, count in enumerate((first, second)):
-        hands = [problem._decks[task].hand(0, step) for step in range(problem.epoch_steps)]
+        hands = [problem._samplers[task].batch(0, step) for step in range(problem.epoch_steps)]
         counts = Counter(index for hand in hands for index in hand)
         assert set(counts) == set(range(3 * count))
         assert max(counts.values()) - min(counts.values()) <= 1
@@ -198,7 +192,7 @@ def negation(
 ) -> LabelledObjective:
     zero = torch.zeros(tower.composition.shape)
     streams = (
-        TaskData(target, HEAD, FORGET["unlikelihood"], 0.5),
+        TaskData(target, HEAD, unlikelihood, 0.5),
         TaskData(control, OTHER, share=0.5),
     )
     return LabelledObjective(
@@ -228,16 +222,14 @@ def test_whatever_is_chosen_keeps_the_control_on_the_images_that_judge(
         QUICK, epochs=2, seed=seed, optimizer_config=OptimizerConfig(rate=rate)
     )
     objective = negation(tower_of(model[0]), target, control, keep, training)
-    plan = folds_for(select, [target, control], seed)
-    checkpoint = begin(objective, plan)
-    for found in learn(objective, plan, checkpoint):
-        checkpoint = found
-        selection = select_coefficients(objective, plan, checkpoint)
+    trainer = CoefficientTrainer(objective, policy_for(select, [target, control], seed))
+    for checkpoint in trainer.learn(trainer.begin()):
+        selection = trainer.select(checkpoint)
         if selection.improved:
-            objective.tower.load(selection.coefficients)
-            after = score(objective.tower, control, range(3 * counts[1]), OTHER)
-            lower = score(objective.tower, target, range(3 * counts[0]), HEAD)
-            before = objective.reference(plan[0])
+            objective.model.load(selection.coefficients)
+            after = score(objective.model, control, range(3 * counts[1]), OTHER)
+            lower = score(objective.model, target, range(3 * counts[0]), HEAD)
+            before = objective.reference(trainer.policy.folds[0])
             assert after.accuracy >= keep * before[1].accuracy
             assert lower.accuracy < before[0].accuracy
         else:
@@ -247,7 +239,7 @@ def test_whatever_is_chosen_keeps_the_control_on_the_images_that_judge(
 def test_a_search_that_finds_nothing_leaves_zero(model, folder: Path):  # noqa: F811
     target = colours(folder, model[1], 2)
     objective = negation(tower_of(model[0]), target, target, 5.0, QUICK)
-    (fold,) = folds_for("same", [target, target], 0)
+    (fold,) = policy_for("same", [target, target], 0).folds
     tables = (torch.full_like(objective.start, -scale / 4) for scale in range(1, 5))
     selection = search_tables(objective, fold, tables)
     assert not selection.improved
@@ -272,17 +264,16 @@ def test_where_no_epoch_keeps_the_control_a_smaller_step_in_the_same_direction_i
     target = as_it_sees(tower, colours(folder, model[1], 9), HEAD)
     control = as_it_sees(tower, colours(folder, model[1], 9), OTHER)
     training = dataclasses.replace(QUICK, epochs=1, optimizer_config=OptimizerConfig(rate=30.0))
-    plan = folds_for("same", [target, control], 0)
+    policy = policy_for("same", [target, control], 0)
     plain = negation(tower, target, control, 0.9, training)
     shares = (0.5, *(0.2 * 0.8**power for power in range(30)))
     chosen = []
     for objective in (plain, dataclasses.replace(plain, backtrack=shares)):
-        checkpoint = begin(objective, plan)
-        for found in learn(objective, plan, checkpoint):
-            checkpoint = found
-        chosen.append(select_coefficients(objective, plan, checkpoint))
+        trainer = CoefficientTrainer(objective, policy)
+        *_, checkpoint = trainer.learn(trainer.begin())
+        chosen.append(trainer.select(checkpoint))
     without, retreated = chosen
     assert not without.improved
     assert retreated.improved
-    assert retreated.after == plain.judge(plan[0], retreated.coefficients)
+    assert retreated.after == plain.judge(policy.folds[0], retreated.coefficients)
     assert retreated.after.valid

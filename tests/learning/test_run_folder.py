@@ -16,16 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
-from atlas_cli.learning.loop import Step
-from atlas_cli.learning.run_folder import (
-    RunFolder,
-    SavedRun,
-    check_folder,
-    from_saved,
-    open_run,
-    to_saved,
-)
-from atlas_cli.learning.selection import Checkpoint, Score
+from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer, Step
+from atlas_cli.learning.run_folder import RunFolder, SavedRun, check_folder, open_run
+from atlas_cli.learning.selection import Score
 
 CONFIG = {
     "command": "fit",
@@ -54,7 +47,7 @@ def moment_after(steps: int) -> Checkpoint:
 def facts(checkpoint: Checkpoint) -> tuple:
     checks = {
         name: [dataclasses.astuple(check) for check in found]
-        for name, found in checkpoint.checks.items()
+        for name, found in checkpoint.scores.items()
     }
     return checkpoint.fold, checkpoint.step, checks
 
@@ -86,7 +79,7 @@ def rows(folder: Path) -> list[dict]:
 def save(run: RunFolder, checkpoint: Checkpoint, *steps: int) -> None:
     for step in steps:
         run.record({"step": step})
-    run.save(*to_saved(checkpoint))
+    run.save(*CoefficientTrainer.to_saved(checkpoint))
 
 
 # What is saved --------------------------------------------------------------------------------
@@ -98,7 +91,7 @@ def test_a_moment_comes_back_without_losing_a_bit(tmp_path: Path, steps: int):
     save(start(tmp_path / "run"), checkpoint)
     saved = go_on(tmp_path / "run").restore()
     assert saved is not None
-    assert same(from_saved(saved), checkpoint)
+    assert same(CoefficientTrainer.from_saved(saved), checkpoint)
 
 
 @given(
@@ -122,8 +115,10 @@ def test_every_number_comes_back_through_json(
     checkpoint = Checkpoint(
         2, Step(3, 1, loss, 0.5, 0.1), checks, best, {"number": torch.tensor(3)}
     )
-    tensors, facts = to_saved(checkpoint)
-    assert same(from_saved(SavedRun(tensors, json.loads(json.dumps(facts)))), checkpoint)
+    tensors, facts = CoefficientTrainer.to_saved(checkpoint)
+    assert same(
+        CoefficientTrainer.from_saved(SavedRun(tensors, json.loads(json.dumps(facts)))), checkpoint
+    )
 
 
 def test_the_last_save_counts(tmp_path: Path):
@@ -131,7 +126,7 @@ def test_the_last_save_counts(tmp_path: Path):
     save(run, moment_after(1), 1)
     save(run, moment_after(5), 2, 3)
     again = go_on(tmp_path / "run")
-    assert same(from_saved(again.restore()), moment_after(5))
+    assert same(CoefficientTrainer.from_saved(again.restore()), moment_after(5))
     assert rows(tmp_path / "run") == [{"step": 1}, {"step": 2}, {"step": 3}]
     save(again, moment_after(6), 4)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
@@ -220,7 +215,7 @@ def test_a_damaged_state_is_one_clear_error(tmp_path: Path, damage):
     save(start(tmp_path / "run"), moment_after(2), 1)
     damage(tmp_path / "run" / "state.safetensors")
     with pytest.raises(CheckpointError) as problem:
-        from_saved(go_on(tmp_path / "run").restore())
+        CoefficientTrainer.from_saved(go_on(tmp_path / "run").restore())
     assert "state.safetensors" in str(problem.value)
     assert len(str(problem.value).splitlines()) == 1
 

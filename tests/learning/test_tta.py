@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,12 @@ from atlas_cli.core.storage import Dense
 from atlas_cli.core.unlabelled import sharpen
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
+from atlas_cli.errors import UsageError
 from atlas_cli.learning.batches import TrainingConfig
-from atlas_cli.learning.selection import (
-    Checkpoint,
-    Fold,
-    Selection,
-    begin,
-    learn,
-    select_coefficients,
-)
-from atlas_cli.learning.tta import Adaptation
-from atlas_cli.learning.unlabelled import SelfTraining, UnlabelledConfig, problem_of
+from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
+from atlas_cli.learning.selection import BestEpoch, Fold, Scoring, Selection
+from atlas_cli.learning.tta import decision
+from atlas_cli.learning.unlabelled import SelfTraining, UnlabelledConfig, UnlabelledObjective
 from atlas_cli.models.clip import Blueprint, build
 from atlas_cli.models.composed import ComposedModel, LayerNormModel, norm_names
 
@@ -40,7 +36,7 @@ IMAGES, CLASSES = 24, 3
 QUICK = TrainingConfig(
     epochs=3, batch_size=8, min_steps=1, augment="mild", optimizer_config=OptimizerConfig(rate=0.05)
 )
-PLAN = [Fold("all", ((),), ((),), True)]
+POLICY = BestEpoch(Fold("all", ((),), ((),), Scoring.EVERY_EPOCH))
 
 
 def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -82,25 +78,26 @@ def tower_of(module: torch.nn.Module) -> ComposedModel:
 
 
 @pytest.fixture
-def adaptation(model, folder: Path) -> Adaptation:
+def adaptation(model, folder: Path) -> UnlabelledObjective:
     module, view = model
     tower = tower_of(module)
     pixels = Pixels(open_dataset(str(folder)).unlabelled(), view, 2**30)
     start = torch.zeros(tower.composition.shape)
     prior = torch.full((CLASSES,), 1 / CLASSES)
-    return Adaptation(tower, pixels, HEAD, prior, QUICK, UnlabelledConfig(), start)
+    return UnlabelledObjective(tower, pixels, HEAD, prior, QUICK, UnlabelledConfig(), start)
 
 
-def aiming(adaptation: Adaptation, objective: str, **changes: object) -> Adaptation:
-    aim = dataclasses.replace(adaptation.aim, objective=objective, **changes)
-    return dataclasses.replace(adaptation, aim=aim, _known=[], _signs={})
+def aiming(
+    adaptation: UnlabelledObjective, objective: str, **changes: object
+) -> UnlabelledObjective:
+    config = dataclasses.replace(adaptation.config, objective=objective, **changes)
+    return dataclasses.replace(adaptation, config=config, _known=[], _statistics={})
 
 
-def run(adaptation: Adaptation) -> tuple[Selection, Checkpoint]:
-    checkpoint = begin(adaptation, PLAN)
-    for found in learn(adaptation, PLAN, checkpoint):
-        checkpoint = found
-    return select_coefficients(adaptation, PLAN, checkpoint), checkpoint
+def run(adaptation: UnlabelledObjective) -> tuple[Selection, Checkpoint]:
+    trainer = CoefficientTrainer(adaptation, POLICY)
+    *_, checkpoint = trainer.learn(trainer.begin())
+    return trainer.select(checkpoint), checkpoint
 
 
 # UFM ------------------------------------------------------------------------------------------
@@ -108,19 +105,19 @@ def run(adaptation: Adaptation) -> tuple[Selection, Checkpoint]:
 
 def test_a_quarter_of_a_batch_is_trusted_and_the_rest_are_those_sure_enough(adaptation):
     found = aiming(adaptation, "ufm", threshold=(1.0, 1.0), per_class=2)
-    problem = found.problem(PLAN[0])
-    found.tower.load(found.start)
+    problem = found.training_data()
+    found.model.load(found.start)
     (images, _), *others = problem.batches(0)
     assert not others
     assert len(images) == QUICK.batch_size // 4  # nothing is surer than certain
-    everyone = aiming(adaptation, "ufm", threshold=(0.0, 0.0)).problem(PLAN[0])
+    everyone = aiming(adaptation, "ufm", threshold=(0.0, 0.0)).training_data()
     ((images, _),) = everyone.batches(0)
     assert len(images) == QUICK.batch_size
 
 
 def test_what_is_trusted_is_found_anew_every_epoch(adaptation):
     problem = SelfTraining(aiming(adaptation, "ufm", per_class=2))
-    tower = adaptation.tower
+    tower = adaptation.model
     tower.load(adaptation.start)
     list(problem.batches(0))
     first = problem.trusted
@@ -140,7 +137,7 @@ def test_the_weak_view_has_no_gradient(adaptation, model):
     found = dataclasses.replace(adaptation, training=plain)
     problem = SelfTraining(aiming(found, "ufm", threshold=(0.0, 0.0)))
     table = 0.1 * random(adaptation.start.shape, 3)
-    tower = adaptation.tower
+    tower = adaptation.model
     tower.load(table)
     ((images, loss_of),) = problem.batches(0)
     tower.backward(images, loss_of)
@@ -156,7 +153,7 @@ def test_the_weak_view_has_no_gradient(adaptation, model):
         features = torch.func.functional_call(model[0], own, (images,))
         logits = logits_of(features, HEAD)
         weak = logits.detach() if constant else logits
-        targets = sharpen(weak[:-trusted].softmax(dim=1), found.aim.power)
+        targets = sharpen(weak[:-trusted].softmax(dim=1), found.config.power)
         sure = F.one_hot(torch.tensor([labels_of(image) for image in images[-trusted:]]), CLASSES)
         wanted = torch.cat([targets, sure.to(targets)])
         loss = -(wanted * logits.log_softmax(dim=1)).sum() / len(images)
@@ -180,12 +177,14 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_bits(adaptation, obj
             found, training=dataclasses.replace(QUICK, optimizer_config=optimizer_config)
         )
     whole, _ = run(found)
-    moments = list(learn(found, PLAN, begin(found, PLAN)))
+    trainer = CoefficientTrainer(found, POLICY)
+    moments = list(trainer.learn(trainer.begin()))
     for checkpoint in moments[:-1]:
-        again = dataclasses.replace(found, _known=[], _signs={})
-        *_, last = learn(again, PLAN, checkpoint)
-        assert torch.equal(select_coefficients(again, PLAN, last).coefficients, whole.coefficients)
-        assert last.checks == moments[-1].checks
+        again = dataclasses.replace(found, _known=[], _statistics={})
+        trainer = CoefficientTrainer(again, POLICY)
+        *_, last = trainer.learn(checkpoint)
+        assert torch.equal(trainer.select(last).coefficients, whole.coefficients)
+        assert last.scores == moments[-1].scores
 
 
 @pytest.mark.parametrize("objective", ["ufm", "entropy", "balanced-entropy", "sar", "simclr"])
@@ -205,13 +204,13 @@ def test_batches_in_parts_have_the_gradient_of_whole_ones(adaptation):
     for parts in (1, 3):
         found = aiming(adaptation, "ufm", threshold=(0.0, 0.0))
         found = dataclasses.replace(found, training=dataclasses.replace(QUICK, accumulate=parts))
-        problem = found.problem(PLAN[0])
-        found.tower.load(found.start)
+        problem = found.training_data()
+        found.model.load(found.start)
         found_parts = list(problem.batches(0))
         assert len(found_parts) == parts
         for images, loss_of in found_parts:
-            found.tower.backward(images, loss_of)
-        gradients.append(found.tower.gradient())
+            found.model.backward(images, loss_of)
+        gradients.append(found.model.gradient())
     # Noise is drawn part by part, so the views differ; what is learned is nearly the same.
     assert torch.nn.functional.cosine_similarity(*map(torch.flatten, gradients), dim=0) > 0.5
 
@@ -223,7 +222,7 @@ def test_if_an_objection_is_raised_against_every_epoch_all_coefficients_are_zero
     slow = dataclasses.replace(QUICK, optimizer_config=OptimizerConfig(rate=1e-9))
     selection, _ = run(dataclasses.replace(adaptation, training=slow))
     assert not selection.improved
-    assert adaptation.decision(selection).startswith("all coefficients are 0: doubt, since")
+    assert decision(selection, guarded=True).startswith("all coefficients are 0: doubt, since")
 
 
 def test_without_the_guard_the_last_step_is_kept(adaptation):
@@ -231,7 +230,7 @@ def test_without_the_guard_the_last_step_is_kept(adaptation):
     blind = dataclasses.replace(adaptation, training=slow, guarded=False)
     selection, _ = run(blind)
     assert selection.improved
-    assert blind.decision(selection) == "the last step is kept: nothing was checked"
+    assert decision(selection, guarded=False) == "the last step is kept: nothing was checked"
 
 
 # SAR ------------------------------------------------------------------------------------------
@@ -286,14 +285,15 @@ def test_sars_steps_are_those_of_the_published_algorithm(model, folder, sureness
     )
     prior = torch.full((CLASSES,), 1 / CLASSES)
     start = torch.zeros(tower.composition.shape)
-    found = Adaptation(
+    found = UnlabelledObjective(
         tower, pixels, head, prior, training, UnlabelledConfig("sar"), start, guarded=False
     )
-    problem = problem_of(found)
+    problem = found.training_data()
     assert problem.steps == 3
-    batches = [pixels.fixed(problem._sampler.hand(0, step)) for step in range(3)]
+    batches = [pixels.fixed(problem._sampler.batch(0, step)) for step in range(3)]
     wanted = sar_by_hand(module, batches, 0.01, 0.4 * math.log(CLASSES))
-    states = [m.state["coefficients"] for m in learn(found, PLAN, begin(found, PLAN)) if m.state]
+    trainer = CoefficientTrainer(found, POLICY)
+    states = [m.state for m in trainer.learn(trainer.begin()) if m.state is not None]
     selection, checkpoint = run(found)
     assert checkpoint.step.number == 3
     last = selection.coefficients.flatten()
@@ -308,3 +308,13 @@ def test_tuned_norms_are_the_only_tensors_that_change(model):
     assert set(loaded) == {f"visual.{name}" for name in norm_names(module)}
     for name, tensor in loaded.items():
         assert torch.equal(tensor, module.get_parameter(name.removeprefix("visual.")) + 1)
+
+
+# Objectives -----------------------------------------------------------------------------------
+
+
+def test_an_objective_that_nobody_knows_is_refused_with_the_nearest_word(adaptation):
+    """It does not train something else."""
+    for word, hint in (("entrop", "; did you mean 'entropy'?"), ("labels", ""), ("", "")):
+        with pytest.raises(UsageError, match=re.escape(f"unknown objective '{word}' of tta{hint}")):
+            aiming(adaptation, word).training_data()

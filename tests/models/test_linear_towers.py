@@ -105,3 +105,16 @@ def test_without_coefficients_it_is_the_module_itself(tower: torch.nn.Module):
     with torch.no_grad():
         wanted = tower(images)
     assert torch.allclose(linear.features(images), wanted, atol=1e-5)
+
+
+def test_running_a_linear_tower_leaves_torch_as_it_was(tower: torch.nn.Module):
+    composition = composition_of(tower)
+    linear = ComposedModel(tower, composition, linear=True)
+    linear.load(torch.ones(composition.shape))
+    for enabled in (True, False):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            linear.features(torch.zeros(2, 3, 32, 32))
+            assert torch.backends.mha.get_fastpath_enabled() is enabled
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
