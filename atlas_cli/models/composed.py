@@ -8,6 +8,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.func import functional_call, jvp
