@@ -58,7 +58,7 @@ WITHOUT_FILES = {"core", "merge_methods"}
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names a file imports, also inside functions; not those for the type checker."""
+    """Dotted names a file imports, also inside functions or late; not for the type checker."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while waiting:
@@ -69,6 +69,8 @@ def imports_of(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "late":
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         waiting += ast.iter_child_nodes(node)
     return names
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
@@ -43,6 +43,16 @@ class VariadicCommand(TyperCommand):
         """Parse after writing `--data A B` as `--data A --data B`."""
         repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
         return list(super().parse_args(ctx, spread(args, repeatable)))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options. Only now are plugins asked for the names that they add."""
+        from atlas_cli.registry import granularity_labels
+
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
+                names = granularity_labels().replace("block", "block (default)", 1)
+                parameter.help = f"{names}."
+        super().format_options(ctx, formatter)
 
 
 def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
@@ -166,9 +176,7 @@ _FLAGS: dict[str, Any] = {
         help="learned (default), or search: the best single scale; for add also isotropic.",
     ),
     "select": _option(str, "--select", metavar="HOW", help="What decides which epoch is kept."),
-    "granularity": _option(
-        str, "--granularity", metavar="WHAT", help="block (default), vector, qkv or partition:K."
-    ),
+    "granularity": _option(str, "--granularity", metavar="WHAT"),  # VariadicCommand has its help
     "groups": _option(
         list[str], "--group", metavar="REGEX", help="Blocks that share a coefficient, by name."
     ),

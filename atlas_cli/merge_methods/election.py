@@ -1,4 +1,4 @@
-"""Sign election: where models disagree, those on the side that weighs more are heard."""
+"""Sign election: where models disagree, only those with the winning sign are added up."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """What peers do differently in an election; the defaults are mergekit's."""
+    """Choices that other libraries make differently; the defaults are mergekit's."""
 
-    by: str = "sum"  # of the values, or `count` of the signs
-    zero_sign: int = 1  # of a sum that is zero
-    weigh: str = "before"  # or after the election
-    divisor: str = "weight"  # of those elected, or their `count`
-    least: float | None = None  # that something is divided by
+    by: str = "sum"  # elect by the sum of the values, or by the `count` of signs
+    zero_sign: int = 1  # the sign that a sum of zero has
+    weigh: str = "before"  # apply weights before or `after` the election
+    divisor: str = "weight"  # divide by the weights of the elected models, or by their `count`
+    least: float | None = None  # the smallest divisor
 
 
 def elected_signs(deltas: list[torch.Tensor], rules: Rules) -> torch.Tensor:
@@ -45,15 +45,15 @@ def merge_elected(
 ) -> torch.Tensor:
     """sum of w_t d_t / sum of w_t over the models t whose sign is the elected one.
 
-    The deltas are spent. Without a divisor if not `normalize`.
+    Overwrites the deltas. Nothing is divided without `normalize`.
     """
     if rules.weigh == "before":
         deltas = list(weigh_(deltas, weights))
     signs = elected_signs(deltas, rules)
     for delta in deltas:
         silence_(delta, signs)
-    heard = weights if rules.divisor == "weight" else [1.0] * len(weights)
-    divisor = _shares(deltas, heard) if normalize else None
+    shares = weights if rules.divisor == "weight" else [1.0] * len(weights)
+    divisor = _shares(deltas, shares) if normalize else None
     merged = add_up(weigh_(deltas, weights) if rules.weigh == "after" else deltas)
     if divisor is None:
         return merged

@@ -103,7 +103,7 @@ def vectors_of(tile: Tile) -> tuple[torch.Tensor, ...]:
 
 
 def _along(tile: Tile, values: Values) -> str:
-    """What is one vector: the whole tensor, its last dimension, or its first."""
+    """The dimension along which a vector lies: all of the tensor, the last, or the first."""
     if values.merge["nuslerp_flatten"] or len(tile.shape) < 2:
         return "all"
     return "first" if values.merge["nuslerp_row_wise"] else "last"
@@ -116,7 +116,7 @@ def _sum(values: torch.Tensor, along: str) -> torch.Tensor:
 
 
 def unit_product(tiles: Tiles, values: Values) -> torch.Tensor | None:
-    """<v_0 / |v_0|, v_1 / |v_1|>, unless a tile can tell by itself; one for each vector."""
+    """<v_0 / |v_0|, v_1 / |v_1|> for each vector; None if every tile holds whole vectors."""
     first = next(tiles())
     along, dtype, device = _along(first, values), first.dtype, first.device
     if along == "last":
@@ -176,13 +176,13 @@ def _arc(vectors: tuple[torch.Tensor, ...], t: float, cosine: torch.Tensor) -> t
 
 @dataclass(frozen=True)
 class Frame:
-    """What multislerp knows of the whole tensor, in the dtype of the tensors."""
+    """Statistics of the whole tensor for multislerp, in the dtype of the tensors."""
 
     weights: torch.Tensor
     eps: float
     norms: torch.Tensor
     mean_norm: torch.Tensor
-    dots: torch.Tensor | None = None  # <u_t, m>; float32 has no need of them
+    dots: torch.Tensor | None = None  # <u_t, m>, which only two-byte numbers need
 
     def units(self, tile: Tile) -> list[torch.Tensor]:
         """u_t = v_t / |v_t|"""

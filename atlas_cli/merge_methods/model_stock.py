@@ -39,7 +39,7 @@ def _deltas(tile: Tile) -> list[torch.Tensor]:
 
 
 def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> torch.Tensor:
-    """t = N c / (1 + (N - 1) c), c the mean cosine of all pairs; 0 where that has no end."""
+    """t = N c / (1 + (N - 1) c), c the mean cosine of all pairs; 0 where that is infinite."""
     count = len(norms)
     cosines = [
         (product / (norms[i] * norms[j]).clamp(min=_TINY)).clamp(-1, 1)
@@ -47,8 +47,8 @@ def ratio(norms: Sequence[torch.Tensor], products: Sequence[torch.Tensor]) -> to
     ]
     cosine = torch.stack(cosines).mean(0)
     divisor = 1 + (count - 1) * cosine
-    endless = divisor.abs() < _TINY
-    return torch.where(endless, 0, (count * cosine) / torch.where(endless, 1, divisor))
+    infinite = divisor.abs() < _TINY
+    return torch.where(infinite, 0, (count * cosine) / torch.where(infinite, 1, divisor))
 
 
 def _row_ratios(deltas: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -97,19 +97,19 @@ class _Search:
     waiting: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, bits: torch.Tensor) -> None:
-        """Count the lowest digit of each, many at a time."""
+        """Add elements whose lowest digits are to be counted; many are counted at a time."""
         self.waiting.append(bits.bitwise_and_((1 << _DIGIT) - 1))
         if sum(map(len, self.waiting)) > 1 << 18:
             self.add_up()
 
     def add_up(self) -> None:
-        """Count what waits."""
+        """Count the digits that were added."""
         if self.waiting:
             self.count += torch.bincount(torch.cat(self.waiting), minlength=1 << _DIGIT).cpu()
             self.waiting.clear()
 
     def descend(self) -> None:
-        """Go to the digit that holds the rank."""
+        """Extend the prefix by the digit that holds the rank."""
         upto = self.count.cumsum(0)
         digit = int(torch.searchsorted(upto, self.rank, right=True))
         self.equal = int(self.count[digit])
@@ -129,7 +129,7 @@ def find_cuts(passes: Passes, ranks: Sequence[Sequence[int]]) -> list[list[Cut]]
 
 
 def _first_digit(passes: Passes, searches: Sequence[_Search]) -> int:
-    """Count the highest 15 bits of each series once, for all its cuts. The bits of a number."""
+    """Count the highest 15 bits of each series once for all cuts. Gives the bits per number."""
     width, counts = 0, {search.series: torch.zeros(1 << 15).long() for search in searches}
     for _, piece_of in passes():
         for number, count in counts.items():
@@ -144,7 +144,7 @@ def _first_digit(passes: Passes, searches: Sequence[_Search]) -> int:
 
 
 def _next_digit(passes: Passes, searches: Sequence[_Search], shift: int) -> None:
-    """Count the next 16 bits of the elements that begin as the cut does."""
+    """Count the next 16 bits of the elements that share the bits of the cut so far."""
     some = {number: [s for s in searches if s.series == number] for number in _series(searches)}
     for search in searches:
         search.count = torch.zeros(1 << _DIGIT).long()
@@ -164,7 +164,7 @@ def _series(searches: Sequence[_Search]) -> list[int]:
 
 
 def _find_positions(passes: Passes, searches: list[_Search]) -> None:
-    """Where the elements equal to the cut have been seen `rank` times; zeros need no order."""
+    """Find the position of the `rank`-th element that equals the cut; zeros need no order."""
     for start, piece_of in passes() if searches else ():
         for search in list(searches):
             equal = magnitudes(piece_of(search.series)).view(-1) == search.prefix

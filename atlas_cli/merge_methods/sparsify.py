@@ -226,7 +226,7 @@ class Chance:
 
 
 def equal_chances(tiles: Tiles, values: Values) -> list[Any]:
-    """The same probability for every element: the density, rounded as the tensors are."""
+    """The same probability for every element: the density, in the dtype of the tensors."""
     tile = next(tiles())
     work = tile.dtype if tile.dtype == torch.bfloat16 else torch.float32
     shares = [float(torch.tensor(own["density"], dtype=work)) for own in values.models]

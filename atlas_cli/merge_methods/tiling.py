@@ -166,7 +166,7 @@ def inner_products(tiles: Tiles, *, from_base: bool = False) -> torch.Tensor:
 def _products_of_pieces(tile: Tile, *, from_first: bool) -> Iterator[list[float]]:
     """<x_s, x_t> for s <= t, x the inputs or their differences from the first.
 
-    The loops read files themselves, a little at a time, and need no pieces.
+    The C loops read files themselves, a little at a time, and need no pieces.
     """
     for piece in [tile] if kernels.reads(tile.inputs) else pieces(tile):
         terms = piece.inputs
