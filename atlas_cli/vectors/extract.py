@@ -25,6 +25,7 @@ from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.bases import Base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
 from atlas_cli.vectors.format import BlockInfo, Header, stored_tensors, to_metadata
+from atlas_cli.vectors.targets import ExtractRequest, VectorTarget
 
 _LONGEST_NUMBER = -1.234567e-100
 _LONGEST_OFFSET = 10**12
@@ -124,7 +125,7 @@ _HASHERS = 3  # threads: for the files of either model, and for the blocks of th
 
 @dataclass(frozen=True)
 class Options:
-    """How the user wants a vector made, and who hears of surprises and of progress."""
+    """What a vector is made of and kept in, and who is told of warnings and of blocks done."""
 
     choice: Choice = field(default_factory=Choice)
     form: Form = field(default_factory=Form)
@@ -151,18 +152,39 @@ class Extracted:
         return self.path
 
 
+def options_of(
+    request: ExtractRequest,
+    warn: Callable[[str], None] = lambda text: None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Options:
+    """How a request wants its vectors made."""
+    choice = Choice(request.scope, tuple(request.ignore), tuple(request.allow))
+    form = Form(request.dtype, request.rank, request.energy)
+    return Options(choice, form, request.scale, warn, advance)
+
+
+def extract(
+    base: Base, finetuned: Sequence[Source], targets: Sequence[VectorTarget], options: Options
+) -> Iterator[Extracted]:
+    """Write the vector of each fine-tuned model to its target, and yield after each."""
+    for target, source in zip(targets, finetuned, strict=True):
+        assert target.path is not None
+        with target.folder():
+            yield extract_to(target.path, target.name, base, source, options)
+
+
 def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Options) -> Extracted:
     """Write a task vector to `path`, where it appears when it is complete."""
     try:
         # Not "wb": a file that was cut to nothing is flushed to the disk when it is closed.
         with whole_file(path) as temporary, temporary.open("r+b") as file:
-            made = extract(file, name, base, finetuned, options)
+            made = write_vector(file, name, base, finetuned, options)
     except OSError as problem:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
     return dataclasses.replace(made, path=str(path))
 
 
-def extract(
+def write_vector(
     file: BinaryIO, name: str, base: Base, finetuned: Source, options: Options
 ) -> Extracted:
     """Write scale * (fine-tuned - base) to an open file, with one block in memory at a time."""

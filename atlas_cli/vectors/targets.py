@@ -1,17 +1,17 @@
-"""Where the vectors of a command go, settled before any work is done."""
+"""What is asked of `extract`, and where its vectors go: checked before torch is imported."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.sources.locate import Source
-from atlas_cli.sources.references import Reference
+from atlas_cli.errors import AtlasError, UsageError, nearest
+from atlas_cli.sources.locate import Source, locate
+from atlas_cli.sources.references import Reference, check_architecture, parse_reference
 
 # File names that say nothing of the task; their folder does.
 _PLAIN = re.compile(
@@ -20,15 +20,65 @@ _PLAIN = re.compile(
 
 
 @dataclass(frozen=True)
+class ExtractRequest:
+    """Which models, where their vectors go, and in which form they are kept."""
+
+    base: str
+    finetuned: Sequence[str]
+    path: str
+    scope: str = "visual"
+    dtype: str = "fp32"
+    rank: int | None = None
+    energy: float | None = None
+    scale: float = 1.0
+    ignore: Sequence[str] = ()
+    name: str | None = None
+    allow: Sequence[str] = ()
+    arch: str | None = None
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be done, whatever the models are."""
+        _one_of(SCOPES, "--scope", self.scope)
+        _one_of(DTYPES, "--dtype", self.dtype)
+        if self.rank is not None and self.energy is not None:
+            raise UsageError("--rank and --energy both set the rank; give one of them")
+        if self.energy is not None and not 0 < self.energy < 1:
+            share = f"--energy {self.energy}"
+            raise UsageError(f"{share}: expected a share between 0 and 1, such as 0.99")
+        if self.dtype == "int8" and (self.rank or self.energy):
+            raise UsageError("--dtype int8 is for whole matrices; use fp16 with --rank or --energy")
+        if self.scale == 0 or not math.isfinite(self.scale):
+            raise UsageError(f"--scale {self.scale}: expected a number other than 0")
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as problem:
+                said = f"--ignore {pattern}: not a regular expression: {problem}"
+                raise UsageError(said) from None
+        check_architecture(self.arch)
+
+
+SCOPES = ("visual", "text", "all")
+DTYPES = ("fp32", "fp16", "bf16", "int8")
+
+
+def _one_of(choices: Sequence[str], option: str, value: str) -> None:
+    if value not in choices:
+        listed = ", ".join(choices)
+        raise UsageError(f"{option} {value}: expected {listed}{nearest(value, choices)}")
+
+
+@dataclass(frozen=True)
 class VectorTarget:
-    """A vector to be made: its name, and its file unless it goes to stdout."""
+    """A vector to write: its name, and its file unless it goes to stdout."""
 
     name: str
     path: Path | None
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[None]:
-        """With the folder of the file, which goes again if it was made in vain."""
+        """Create the folder of the file, and remove it again if nothing is written."""
         folder = self.path.parent if self.path else Path()
         made = not folder.exists()
         folder.mkdir(exist_ok=True)
@@ -41,6 +91,18 @@ class VectorTarget:
             raise
 
 
+def resolve(request: ExtractRequest) -> tuple[list[VectorTarget], Source, list[Source]]:
+    """The targets, the base and the fine-tuned models of a request, with every name resolved."""
+    request.check()
+    base = parse_reference(request.base)
+    references = [parse_reference(text) for text in request.finetuned]
+    targets = choose_targets(request.path, references, request.name)
+    check_targets(targets, force=request.force)
+    source, *finetuned = [locate(reference) for reference in (base, *references)]
+    check_inputs(targets, [source, *finetuned])
+    return targets, source, finetuned
+
+
 def choose_targets(
     path: str, references: Sequence[Reference], name: str | None
 ) -> list[VectorTarget]:
@@ -49,7 +111,8 @@ def choose_targets(
         raise UsageError("--name is for one fine-tuned model")
     names = [name or name_of(reference) for reference in references]
     if path == "-":
-        _check_stdout(references)
+        if len(references) > 1:
+            raise UsageError("-o - takes one fine-tuned model")
         return [VectorTarget(names[0], None)]
     if Path(path).suffix != ".safetensors":
         return [VectorTarget(n, Path(path) / f"{_as_file(n)}.safetensors") for n in names]
@@ -58,13 +121,6 @@ def choose_targets(
     if not Path(path).absolute().parent.is_dir():
         raise AtlasError(f"{Path(path).parent}: no such folder")
     return [VectorTarget(names[0], Path(path))]
-
-
-def _check_stdout(references: Sequence[Reference]) -> None:
-    if len(references) > 1:
-        raise UsageError("-o - takes one fine-tuned model")
-    if sys.stdout is not None and sys.stdout.isatty():
-        raise UsageError("-o - writes a binary file: send it to a pipe or a file")
 
 
 def check_targets(targets: Sequence[VectorTarget], *, force: bool) -> None:
