@@ -19,7 +19,8 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.parallel import in_order
 from atlas_cli.sources.locate import Source
-from atlas_cli.vectors.format import BlockInfo, TaskVector, check_same_base
+from atlas_cli.vectors.format import TaskVector
+from atlas_cli.vectors.header import BlockInfo, check_same_base
 
 RANKS = (1, 4, 16, 64)
 _COPIED = (

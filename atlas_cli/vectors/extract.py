@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -18,28 +17,30 @@ from atlas_cli import __version__
 from atlas_cli.core import storage
 from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
-from atlas_cli.io.checkpoint import TensorStream, header_text
+from atlas_cli.io.checkpoint import TensorStream
 from atlas_cli.io.files import whole_file
 from atlas_cli.parallel import torch_threads
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.bases import Base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
-from atlas_cli.vectors.format import BlockInfo, Header, stored_tensors, to_metadata
+from atlas_cli.vectors.format import stored_tensors
+from atlas_cli.vectors.header import (
+    LONGEST_NUMBER,
+    BlockInfo,
+    Header,
+    natural,
+    room_for,
+    rounded,
+    shortened,
+    to_metadata,
+)
 from atlas_cli.vectors.targets import ExtractRequest, VectorTarget
-
-_LONGEST_NUMBER = -1.234567e-100
-_LONGEST_OFFSET = 10**12
 
 
 def block_order(base: Base) -> list[str]:
     """The blocks as people count them; those that would upset alignment come last."""
     odd = {name: math.prod(tensor.shape) % 8 != 0 for name, tensor in base.blocks.items()}
     return sorted(base.blocks, key=lambda name: (odd[name], natural(name)))
-
-
-def natural(name: str) -> list[Any]:
-    """A key that sorts layer 10 after layer 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def promised(
@@ -60,32 +61,13 @@ def promised(
         dropped=(*difference.dropped, *base.integers),
         linearised=difference.linearised,
         atlas=__version__,
-        base_norm=_LONGEST_NUMBER,
+        base_norm=LONGEST_NUMBER,
     )
 
 
 def _unhashed(source: Source) -> dict[str, Any]:
     hashes = {path.name: "0" * 64 for path in source.weights}
     return {"reference": source.reference.text, "commit": source.commit, "sha256": hashes}
-
-
-def room_for(header: Header, parts: int) -> int:
-    """The most bytes that a promised header can take, if blocks have up to `parts` parts."""
-    longest = dict.fromkeys(("norm", "base_norm", "error"), _LONGEST_NUMBER)
-    blocks = tuple(
-        BlockInfo(block.name, block.shape, "factors", **longest, starts=block.shape[:1] * parts)
-        for block in header.blocks
-    )
-    dropped = (*header.dropped, *(block.name for block in blocks))
-    worst = dataclasses.replace(header, blocks=blocks, dropped=dropped)
-    kinds = [f"#{kind}{number}" for number in range(parts) for kind in ("up", "down")]
-    place = [_LONGEST_OFFSET, _LONGEST_OFFSET]
-    entries = {
-        block.name + kind: {"dtype": "BF16", "shape": block.shape, "data_offsets": place}
-        for block in blocks
-        for kind in ("", "#scale", *kinds)
-    }
-    return len(header_text(entries, to_metadata(worst)))
 
 
 def fulfilled(
@@ -103,20 +85,10 @@ def fulfilled(
     return dataclasses.replace(
         header,
         fingerprint=found,
-        blocks=tuple(_in_short(info) for info in kept),
+        blocks=tuple(shortened(info) for info in kept),
         dropped=tuple(sorted({*header.dropped, *unchanged}, key=natural)),
-        base_norm=_rounded(math.hypot(*(info.base_norm for info in infos))),
+        base_norm=rounded(math.hypot(*(info.base_norm for info in infos))),
     )
-
-
-def _in_short(info: BlockInfo) -> BlockInfo:
-    norm, base_norm, error = map(_rounded, (info.norm, info.base_norm, info.error))
-    return dataclasses.replace(info, norm=norm, base_norm=base_norm, error=error)
-
-
-def _rounded(number: float) -> float:
-    """Seven digits: more are noise, and would take more room than was left."""
-    return float(f"{number:.6e}")
 
 
 _LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent

@@ -1,4 +1,4 @@
-"""Task vectors trimmed as TIES does, as files of their own: what AdaMerging++ starts from."""
+"""Task vectors of one base, opened together: to be composed, or to be trimmed as TIES does."""
 
 from __future__ import annotations
 
@@ -30,14 +30,8 @@ from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.merge_methods.election import Rules, elected_signs, silence_
 from atlas_cli.sources.locate import sha256_of
 from atlas_cli.sources.references import vector_file
-from atlas_cli.vectors.format import (
-    BlockInfo,
-    TaskVector,
-    base_fingerprint,
-    check_same_base,
-    open_checked,
-    to_metadata,
-)
+from atlas_cli.vectors.format import TaskVector, base_fingerprint, open_checked
+from atlas_cli.vectors.header import BlockInfo, check_same_base, to_metadata
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _LOWER = ("bf16", "int8")
@@ -84,6 +78,18 @@ def open_pool(
     statistics of batch normalisation, are left to the base.
     """
     members = [_open_member(path) for path in paths]
+    names, left = check_members(members, base, parameters, scope)
+    storage, size = _choose_storage(members, set(names), budget)
+    return Pool(tuple(members), names, left, storage, size)
+
+
+def check_members(
+    members: Sequence[Member], base: LazyTensors, parameters: Sequence[str], scope: str = "visual"
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The blocks to compose, and those left to the base, of vectors that fit it.
+
+    Raises UsageError or MismatchError for vectors that cannot be added to this base.
+    """
     _check_names(members)
     headers = {member.path: member.vector.header for member in members}
     for member in members:
@@ -98,9 +104,7 @@ def open_pool(
         _check_shapes(member, base)
     blocks = {name for member in members for name in member.vector.names}
     names = tuple(name for name in parameters if name in blocks)
-    left = tuple(sorted(blocks - set(names)))
-    storage, size = _choose_storage(members, set(names), budget)
-    return Pool(tuple(members), names, left, storage, size)
+    return names, tuple(sorted(blocks - set(names)))
 
 
 def _open_member(path: str) -> Member:

@@ -40,7 +40,7 @@ class ExtractRequest:
     def check(self) -> None:
         """Raise UsageError for what cannot be done, whatever the models are."""
         _one_of(SCOPES, "--scope", self.scope)
-        _one_of(DTYPES, "--dtype", self.dtype)
+        check_dtype(self.dtype)
         if self.rank is not None and self.energy is not None:
             raise UsageError("--rank and --energy both set the rank; give one of them")
         if self.energy is not None and not 0 < self.energy < 1:
@@ -61,6 +61,11 @@ class ExtractRequest:
 
 SCOPES = ("visual", "text", "all")
 DTYPES = ("fp32", "fp16", "bf16", "int8")
+
+
+def check_dtype(name: str) -> None:
+    """Raise UsageError unless blocks can be kept in a dtype of that name."""
+    _one_of(DTYPES, "--dtype", name)
 
 
 def _one_of(choices: Sequence[str], option: str, value: str) -> None:

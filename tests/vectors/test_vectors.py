@@ -17,12 +17,11 @@ from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.vectors.format import (
     base_fingerprint,
     belongs,
-    check_same_base,
     in_scope,
     open_vector,
-    read_header,
     stored_tensors,
 )
+from atlas_cli.vectors.header import check_same_base, read_header
 
 
 def test_dense_quantised_and_low_rank_blocks_come_back(tmp_path: Path):
