@@ -91,7 +91,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     (tmp_path / "x.safetensors").write_bytes(b"mine")
     with pytest.raises(AtlasError, match="exists already"):
         DIGITS.save(tmp_path / "x.safetensors")
-    assert DIGITS.save(tmp_path / "x.safetensors", force=True).norm == pytest.approx(DIGITS.norm)
+    saved = DIGITS.save(tmp_path / "x.safetensors", force=True)
+    assert saved.norm == pytest.approx(DIGITS.norm, rel=1e-3)
 
 
 def test_values_that_are_not_finite_are_not_saved(tmp_path: Path):
