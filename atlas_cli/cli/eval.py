@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import (
@@ -38,15 +35,10 @@ from atlas_cli.datasets.dataset import (
 from atlas_cli.errors import UsageError
 from atlas_cli.io.files import write_text
 from atlas_cli.recipes.reading import EvalRecipe, read_recipe
+from atlas_cli.reports import scores
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.evaluate import Evaluation, ModelScore
-
-
-COLUMNS = (
-    *("model", "data", "split", "images", "skipped", "top1", "low", "high", "top5"),
-    *("mean_class", "delta", "p_value"),
-)
+    from atlas_cli.learning.evaluate import Evaluation
 
 
 def plan_eval(
@@ -81,64 +73,12 @@ def open_data(plan: EvalRecipe, quiet: bool) -> list[Dataset]:
 
 def show(results: Sequence[Evaluation], plan: EvalRecipe, device: str, as_json: bool) -> None:
     """Print the scores: JSON, a table on a terminal, CSV in a pipe."""
-    scores = [result.score for result in results]
     if as_json:
-        models = {result.score.model: result.provenance for result in results}
-        console.emit(
-            {
-                "atlas": __version__,
-                "seed": plan.seed,
-                "device": device,
-                "models": list(models.values()),
-                "results": [dataclasses.asdict(score) for score in scores],
-            },
-            as_json=True,
-        )
+        console.emit(scores.score_facts(results, plan.seed, device), as_json=True)
     elif console.is_terminal():
-        console.emit_table([_cells(score) for score in scores], _caption(scores))
+        console.emit_table(*scores.score_table(results))
     else:
-        console.emit_rows(COLUMNS, [_row(score) for score in scores])
-
-
-def _row(score: ModelScore) -> list[str]:
-    percent = console.percent
-    return [
-        *(score.model, score.data, score.split, str(score.images), str(score.skipped)),
-        *(percent(score.top1), percent(score.low), percent(score.high), percent(score.top5)),
-        *(percent(score.mean_class), percent(score.delta, sign=True)),
-        "" if score.p_value is None else f"{score.p_value:.3g}",
-    ]
-
-
-def _cells(score: ModelScore) -> dict[str, str]:
-    """The same row for a terminal, where room is short."""
-    percent = console.percent
-    return {
-        "model": score.model,
-        "data": score.data.removeprefix("builtin:"),
-        "images": str(score.images),
-        "skipped": str(score.skipped or ""),
-        "top-1": percent(score.top1),
-        "95 %": f"{100 * score.low:.1f}-{100 * score.high:.1f}",
-        "top-5": percent(score.top5),
-        "by class": percent(score.mean_class),
-        "vs first": percent(score.delta, sign=True),
-        "p": "" if score.p_value is None else f"{score.p_value:.2g}",
-    }
-
-
-def _caption(scores: Sequence[ModelScore]) -> str:
-    """The splits, and the mean top-1 of each model if there are datasets to average over."""
-    models = dict.fromkeys(score.model for score in scores)
-    means = {
-        model: statistics.mean(score.top1 for score in scores if score.model == model)
-        for model in models
-    }
-    caption = f"split: {', '.join(dict.fromkeys(score.split for score in scores))}"
-    if len(scores) > len(models):
-        listed = ", ".join(f"{model} {100 * mean:.2f}" for model, mean in means.items())
-        caption += f"; mean top-1: {listed}"
-    return caption
+        console.emit_rows(scores.SCORE_COLUMNS, scores.score_rows(results))
 
 
 def write_predictions(
@@ -146,25 +86,11 @@ def write_predictions(
 ) -> None:
     """One JSON object per line and image, to a file or, for -, to stdout."""
     classes = {dataset.name: dataset.classes for dataset in datasets}
-    lines = []
-    for result in results:
-        names = classes[result.score.data]
-        for prediction in result.predictions:
-            row = {
-                "model": result.score.model,
-                "data": result.score.data,
-                "image": prediction.key,
-                "label": names[prediction.label],
-                "prediction": names[prediction.ranked[0]],
-                "correct": prediction.correct,
-                "probability": round(prediction.probability, 4),
-                "top5": [names[index] for index in prediction.ranked],
-            }
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    text = "".join(scores.prediction_lines(results, classes))
     if str(path) == "-":
-        console.write("".join(lines))
+        console.write(text)
     else:
-        write_text(path, "".join(lines))
+        write_text(path, text)
 
 
 Models = Annotated[
