@@ -1,4 +1,4 @@
-"""Sharpness-aware descent: SGD along the gradient at the worst point nearby, as SAR has it."""
+"""Optimizers of coefficients and of weights: AdamW, and the sharpness-aware SGD of SAR."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SCALER = ("scale", "_growth_tracker")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How coefficients descend; the paper's recipe for a few images per class by default.
+    """Settings of an optimizer; by default the paper's for a few images per class.
 
     `schedule` is cosine (half a cosine, from the rate to zero) or constant; before it, the rate
-    rises over `warmup` steps. Coefficients count as `low` or `high` where they are beyond, and
-    nothing draws them back from there but the decay. `sharp` asks for sharpness-aware SGD instead
-    of AdamW.
+    rises over `warmup` steps. Coefficients beyond `low` or `high` count as these bounds, and get
+    no gradient: only the decay moves them back. `sharp` asks for sharpness-aware SGD instead of
+    AdamW.
     """
 
     rate: float = 0.1
@@ -36,7 +36,7 @@ class OptimizerConfig:
     high: float = math.inf
 
     def rate_at(self, number: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, of so many."""
+        """The learning rate of a step, counted from 0, out of `steps`."""
         if number < self.warmup:
             return self.rate * (number + 1) / self.warmup
         if self.schedule == "constant":
@@ -50,7 +50,7 @@ class OptimizerConfig:
 
 
 class _Adam:
-    """Named tensors on their way down, moved where they are, and what AdamW remembers of them."""
+    """AdamW on named tensors, which it changes in place."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class _Adam:
         self._leaves = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.number = 0
         self._steps = steps
-        self._descent = optimizer_config
+        self._config = optimizer_config
         self._fused = fused
         self._optimizer = torch.optim.AdamW(
             self._leaves.values(),
@@ -79,7 +79,7 @@ class _Adam:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        return self._descent.rate_at(self.number, self._steps)
+        return self._config.rate_at(self.number, self._steps)
 
     def _descend(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """One step of AdamW along gradients of the (scaled) loss, clipped after unscaling."""
@@ -88,7 +88,7 @@ class _Adam:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self._optimizer)
         self._regularise()
-        torch.nn.utils.clip_grad_norm_(self._leaves.values(), self._descent.clip)
+        torch.nn.utils.clip_grad_norm_(self._leaves.values(), self._config.clip)
         self._optimizer.param_groups[0]["lr"] = self.rate
         self.scaler.step(self._optimizer)
         self.scaler.update()
@@ -96,7 +96,7 @@ class _Adam:
         self.number += 1
 
     def _regularise(self) -> None:
-        """Add to the gradients what does not come from the loss: nothing."""
+        """Add the gradients of a penalty; there is none here."""
 
     def skip(self) -> None:
         """Count a step that moves nothing."""
@@ -113,7 +113,6 @@ class _Adam:
         return {**found, "number": torch.tensor(self.number)}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a state."""
         self.number = int(state["number"].item())
         for name, leaf in self._leaves.items():
             with torch.no_grad():
@@ -131,7 +130,7 @@ class _Adam:
 
 
 class CoefficientOptimizer(_Adam):
-    """Coefficients on their way down: the table, and what AdamW remembers of its gradients."""
+    """AdamW on a copy of a table of coefficients, within bounds and with a penalty."""
 
     def __init__(
         self,
@@ -149,23 +148,23 @@ class CoefficientOptimizer(_Adam):
     @property
     def values(self) -> torch.Tensor:
         """The coefficients that are composed: a copy, within the bounds."""
-        return self._descent.bounded(self.coefficients)
+        return self._config.bounded(self.coefficients)
 
     def step(self, gradient: torch.Tensor) -> None:
         """One step along a gradient of the (scaled) loss."""
-        inside = self.values == self.coefficients  # beyond its bounds, a coefficient does nothing
+        inside = self.values == self.coefficients  # the loss is flat beyond the bounds
         self._descend({"coefficients": gradient.to(self.coefficients.dtype) * inside})
 
     def reset(self) -> None:
-        """Back to the start, with nothing remembered; steps are counted on."""
+        """Return to the start and forget all gradients. The count of steps goes on."""
         with torch.no_grad():
             self.coefficients.copy_(self._start)
         self._optimizer.state.clear()
 
     def _regularise(self) -> None:
-        if self._descent.penalty_weight and self.coefficients.grad is not None:
-            loss = self._descent.penalty_weight * penalty(
-                self.coefficients, self._descent.penalty_order
+        if self._config.penalty_weight and self.coefficients.grad is not None:
+            loss = self._config.penalty_weight * penalty(
+                self.coefficients, self._config.penalty_order
             )
             self.coefficients.grad += torch.autograd.grad(loss, self.coefficients)[0]
 
@@ -175,7 +174,7 @@ class CoefficientOptimizer(_Adam):
 
 
 class WeightOptimizer(_Adam):
-    """Weights on their way down, in the very tensors that they are given in."""
+    """AdamW on weights, in the very tensors that it is given."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class WeightOptimizer(_Adam):
         self._descend(gradient)
 
     def reset(self) -> None:
-        """Weights have no second copy of their start."""
+        """Not possible: there is no second copy of the weights at the start."""
         raise NotImplementedError("weights are never sent back to their start")
 
 
@@ -207,21 +206,22 @@ _TINY = 1e-12
 
 
 class SharpnessAwareOptimizer:
-    """Coefficients that take two gradients per step.
+    """Sharpness-aware SGD, which takes two gradients per step.
 
-    The first, g, moves them up to w + radius * g / |g|; along the second, taken there, SGD with
-    momentum steps from w. Where a gradient is zero, since nothing was selected, nothing moves.
+    The first, g, moves coefficients w up to w + radius * g / |g|; along the second, taken there,
+    SGD with momentum steps from w. Where a gradient is zero, since nothing was selected, nothing
+    moves.
     """
 
     def __init__(self, start: torch.Tensor, steps: int, optimizer_config: OptimizerConfig) -> None:
-        self._start, self._steps, self._descent = start.clone(), steps, optimizer_config
+        self._start, self._steps, self._config = start.clone(), steps, optimizer_config
         self.coefficients = start.clone()
         self.scaler = torch.amp.GradScaler(start.device.type, enabled=False)
         self.number = 0
         self.reset()
 
     def reset(self) -> None:
-        """Back to the start, with nothing remembered; steps are counted on."""
+        """Return to the start and forget all gradients. The count of steps goes on."""
         self.coefficients = self._start.clone()
         self._momentum = torch.zeros_like(self._start)
         self._above: torch.Tensor | None = None
@@ -229,12 +229,12 @@ class SharpnessAwareOptimizer:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        return self._descent.rate_at(self.number, self._steps)
+        return self._config.rate_at(self.number, self._steps)
 
     @property
     def values(self) -> torch.Tensor:
         """The coefficients that are composed: a copy; between two gradients, those above."""
-        return self._descent.bounded(self.coefficients if self._above is None else self._above)
+        return self._config.bounded(self.coefficients if self._above is None else self._above)
 
     def step(self, gradient: torch.Tensor) -> None:
         """Climb along the first gradient; descend along the second, and count a step."""
@@ -244,7 +244,7 @@ class SharpnessAwareOptimizer:
             self._above = self.coefficients + gradient * (RADIUS / (norm + _TINY))
             return
         if gradient.any():
-            decayed = gradient + self._descent.decay * self.coefficients
+            decayed = gradient + self._config.decay * self.coefficients
             self._momentum = _MOMENTUM * self._momentum + decayed
             self.coefficients = self.coefficients - self.rate * self._momentum
         self.skip()
@@ -263,7 +263,6 @@ class SharpnessAwareOptimizer:
         }
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a state."""
         self.coefficients = state["coefficients"].to(self._start.device, copy=True)
         self._momentum = state["momentum"].to(self._start.device, copy=True)
         self.number = int(state["number"].item())

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from atlas_cli.core.augment import MILD
 from atlas_cli.core.losses import Loss, cross_entropy, logits_of
 from atlas_cli.core.optimizers import OptimizerConfig
-from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
 from atlas_cli.registry import find_objective

@@ -56,11 +56,11 @@ class RunFolder:
     _rows: int = 0
 
     def record(self, row: Mapping[str, object]) -> None:
-        """Keep a row of metrics."""
+        """Add a row of metrics, which is written with the next save."""
         self._waiting.append(json.dumps(row) + "\n")
 
     def save(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:
-        """Write down where the run stands: first its rows, then the state that counts them."""
+        """Write the rows that wait, and then the state that counts them."""
         with _explained(self.folder):
             with (self.folder / _METRICS).open("a", encoding="utf-8") as file:
                 file.writelines(self._waiting)
@@ -118,7 +118,7 @@ class RunFolder:
         return path.read_text("utf-8") if path.exists() else None
 
     def abandon(self) -> None:
-        """Remove what a run in vain has made. One that went on keeps what there was."""
+        """Remove what a failed run made. A resumed run keeps what there was."""
         if self.resumed:
             return
         (self.folder / _CONFIG).unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def trimmed_folder(folder: Path) -> Iterator[Path]:
 
 
 def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> RunFolder:
-    """Start a run, or go on with one that was started in the same way."""
+    """Start a run, or resume one. Raises UsageError if that has another configuration."""
     made = not folder.exists()
     run = RunFolder(folder, made)
     with _explained(folder):
@@ -186,7 +186,7 @@ def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> Run
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run has found."""
+    """Remove the results of a run."""
     for name in _RESULTS:
         (folder / name).unlink(missing_ok=True)
     for name in (MODEL, ADAPTER):

@@ -190,7 +190,7 @@ def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
 class ComposedModel(FunctionalModel):
     """A module whose parameters named in a composition are composed before it runs.
 
-    A linear tower runs the module's first-order expansion at the base instead:
+    A linear one runs the module's first-order expansion at the base instead:
     f(x; theta0) + J (theta - theta0).
     """
 
@@ -237,7 +237,7 @@ def _from_zero(composition: Composition) -> Composition:
 
 
 class LayerNormModel(ComposedModel):
-    """A tower that adds what is learned, (1, numbers), to its LayerNorms' weights and biases."""
+    """A model that adds what is learned, (1, numbers), to its LayerNorms' weights and biases."""
 
     def __init__(
         self, module: torch.nn.Module, *, prefix: str = "", thread_pool: ThreadPool | None = None

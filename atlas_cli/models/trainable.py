@@ -1,4 +1,4 @@
-"""LoRA adapters of an image tower, made and written by peft (extra `lora`)."""
+"""Image towers whose weights are trained: in place, or by LoRA factors of peft (extra `lora`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checkpoint_activations(module: torch.nn.Module) -> None:
 
 
 class TrainableModel(FunctionalModel):
-    """A tower that is trained in place: what it learns are its own tensors.
+    """A model that is trained in place: what it learns are its own tensors.
 
     A linear one trains the weights theta of f(x; theta0) + J (theta - theta0), in copies.
     """
@@ -94,7 +94,7 @@ class Pair:
 
 
 class LoraModel(FunctionalModel):
-    """A tower of which some weights are W + scale * up @ down, and the factors are trained."""
+    """A model of which some weights are W + scale * up @ down, and the factors are trained."""
 
     def __init__(
         self,

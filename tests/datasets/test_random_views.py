@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from atlas_cli.core.augment import Crops, draw_crops, stack_images, take, whole_images
+from atlas_cli.datasets.pixels import Crops, draw_crops, stack_images, take, whole_images
 from atlas_cli.models.clip import import_open_clip
 
 import_open_clip()  # mends torchvision
