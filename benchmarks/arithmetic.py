@@ -36,7 +36,7 @@ from atlas_cli.learning.negate import Negating
 from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
 from atlas_cli.learning.selection import search_tables
 from atlas_cli.learning.setup import PreparedRun
-from atlas_cli.recipes.learning import AddRecipe, NegateRecipe, learning_recipe
+from atlas_cli.recipes.learning import AddRecipe, NegateRecipe
 from atlas_cli.recipes.merge_parameters import parse_merge
 
 MERGES = {
@@ -90,10 +90,7 @@ def run(job: Job, work: Path) -> Row:
         keys |= {"vectors": [str(vector_file(work, task, "fp32")) for task in TARGETS]}
         keys |= LEARNED.get(job.method, {})
     keys |= dict(job.more)
-    if job.what == "negate":
-        verb = Negating(learning_recipe(NegateRecipe, keys))
-    else:
-        verb = Adding(learning_recipe(AddRecipe, keys))
+    verb = Negating(NegateRecipe(**keys)) if job.what == "negate" else Adding(AddRecipe(**keys))
     with prepare(verb, RunOptions(device="cpu", threads=1)) as ready:
         load = {"negate": load_negated, "add": load_added}[job.what](job, ready)
         val = test_on(ready, names, "val", load) if job.what == "negate" else {}

@@ -27,7 +27,7 @@ from shifts import CONDITIONS, labels_of, write_task
 from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.learning.tta import Adapting, decision
-from atlas_cli.recipes.learning import TtaRecipe, learning_recipe
+from atlas_cli.recipes.learning import TtaRecipe
 
 TARGETS = few_shot.TARGETS
 METHODS = {
@@ -76,7 +76,7 @@ def score(job: Job, work: Path) -> Row:
     if job.method != "layernorm":
         others = [task for task in TARGETS if task != job.task]
         flags["vectors"] = [f"builtin:{task}" for task in others]
-    recipe = learning_recipe(TtaRecipe, {"data": str(folder), **flags})
+    recipe = TtaRecipe(data=str(folder), **flags)
     labels = torch.tensor(labels_of(job.task, SPLIT, job.images))
     with prepare(Adapting(recipe), RunOptions(device="cpu", threads=1)) as ready:
         objective = ready.objective

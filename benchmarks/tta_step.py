@@ -22,7 +22,7 @@ from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
 from atlas_cli.learning.tta import Adapting
-from atlas_cli.recipes.learning import FitRecipe, TtaRecipe, learning_recipe
+from atlas_cli.recipes.learning import FitRecipe, TtaRecipe
 
 OBJECTIVES = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
 
@@ -37,7 +37,7 @@ def steps_of(verb: LearningVerb) -> Iterator[Iterator[Checkpoint]]:
 
 def adapting(keys: dict[str, Any]) -> Adapting:
     """Every prediction counts as sure."""
-    return Adapting(learning_recipe(TtaRecipe, {**keys, "threshold": "0:0"}))
+    return Adapting(TtaRecipe(**{**keys, "threshold": "0:0"}))
 
 
 def clocked(steps: Iterator[Checkpoint]) -> float:
@@ -64,7 +64,7 @@ def main() -> None:
             for name in OBJECTIVES
         }
         flags = {**shared, "augment": "crop", "allow_target": True}
-        running["fit"] = stack.enter_context(steps_of(Fitting(learning_recipe(FitRecipe, flags))))
+        running["fit"] = stack.enter_context(steps_of(Fitting(FitRecipe(**flags))))
         for steps in running.values():
             next(steps)
         for _ in range(options.rounds):

@@ -27,7 +27,8 @@ from atlas_cli.learning.setup import training_of
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import Blueprint, build, fill, import_open_clip, read_tensors
 from atlas_cli.models.composed import ComposedModel
-from atlas_cli.recipes.learning import AddRecipe, learning_recipe, parse_clamp
+from atlas_cli.recipes.learning import AddRecipe
+from atlas_cli.recipes.values import parse_clamp
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.differences import Choice
@@ -192,7 +193,7 @@ def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: P
         tuple(20 * random((n, base(IMAGES).shape[1]), n) for n in (4, 7)),
     )
     keys = {"model": "m", "vectors": ["v"], "data": ["a"], "objective": "entropy", "lr": rate}
-    recipe = learning_recipe(AddRecipe, keys)
+    recipe = AddRecipe(**keys)
     descent = training_of(recipe, parse_clamp(recipe.clamp)).descent
     descender = CoefficientOptimizer(torch.full(ours.shape, recipe.init), tasks.steps, descent)
     for _ in descend(ComposedModel(base, ours), descender, tasks):

@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "registry": (set(), set()),
     "parallel": (set(), {"torch"}),
-    "recipes": ({"datasets", "sources"}, {"pydantic", "yaml"}),
+    "recipes": (set(), {"pydantic", "pydantic_core", "yaml"}),
     "io": (set(), {"torch", "numpy", "safetensors"}),
     "sources": ({"io"}, {"huggingface_hub"}),
     "native": ({"io"}, {"torch"}),

@@ -50,6 +50,12 @@ def test_help_and_mistakes_cost_no_heavy_import():
         assert (outcome.code, outcome.heavy) == (code, []), (line, outcome)
 
 
+def test_the_list_of_commands_needs_no_pydantic():
+    """Importing it and building the models of recipes takes a tenth of a second."""
+    script = "import sys, atlas_cli.cli.app; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=os.environ).returncode == 0
+
+
 def test_a_recipe_with_an_error_costs_no_heavy_import():
     found = outcomes({recipe: ["eval", "-"] for recipe in RECIPES})
     for recipe, outcome in zip(RECIPES, found, strict=True):

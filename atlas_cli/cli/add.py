@@ -16,7 +16,6 @@ from atlas_cli.cli.options import (
 )
 from atlas_cli.learning.add import add as run
 from atlas_cli.learning.run import RunOptions
-from atlas_cli.recipes.learning import AddRecipe
 
 Tasks = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Images of every task, or a recipe.")
@@ -67,6 +66,8 @@ def add(
 
     Example: atlas add cars/ signs/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """
+    from atlas_cli.recipes.learning import AddRecipe
+
     own: dict[str, Any] = {"objective": objective, "init": init, "clamp": clamp}
     own |= {"ties": ties, "individual": individual}
     recipe = given_recipe(AddRecipe, data, {**flags, **given_flags(own)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,26 +33,30 @@ from atlas_cli.datasets.dataset import (
 )
 from atlas_cli.errors import UsageError
 from atlas_cli.io.files import write_text
-from atlas_cli.recipes.reading import EvalRecipe, read_recipe
 from atlas_cli.reports import scores
 
 if TYPE_CHECKING:
     from atlas_cli.learning.evaluate import Evaluation
+    from atlas_cli.recipes.learning import EvalRecipe
 
 
 def plan_eval(
     models: list[str], data: list[str] | None, seed: int | None, flags: Mapping[str, Any]
 ) -> EvalRecipe:
     """What to evaluate: the recipe, if there is one, with the flags laid over it."""
+    from atlas_cli.recipes.learning import EvalRecipe
+    from atlas_cli.recipes.model import check_recipe, read_recipe
+
     given = {key: value for key, value in flags.items() if value}
+    if data:
+        given["data"] = data
     if seed is not None:
         given["seed"] = seed
     if len(models) == 1 and (models[0] == "-" or models[0].endswith((".yaml", ".yml"))):
-        recipe = read_recipe(EvalRecipe, *read_text(models[0]))
-        return dataclasses.replace(recipe, data=data or recipe.data, **given)
+        return read_recipe(EvalRecipe, *read_text(models[0]), given)
     if not data:
         raise UsageError("no data given; for example --data builtin:digits, or --data photos/")
-    return EvalRecipe(models, data, **given)
+    return check_recipe(EvalRecipe, {"models": models, **given}, "--")
 
 
 def open_data(plan: EvalRecipe, quiet: bool) -> list[Dataset]:

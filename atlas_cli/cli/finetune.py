@@ -15,13 +15,12 @@ from atlas_cli.cli.options import (
     ConsoleListener,
     OutputOptions,
     given_flags,
+    given_recipe,
     learning_command,
-    recipe_keys,
 )
 from atlas_cli.learning.finetune import VectorOutput
 from atlas_cli.learning.finetune import finetune as run
 from atlas_cli.learning.run import RunOptions
-from atlas_cli.recipes.finetune import FinetuneRecipe, finetune_recipe
 
 Data = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Labelled images, or a recipe (.yaml, -).")
@@ -83,6 +82,8 @@ def finetune(
 
     Example: atlas finetune cars/ --model ViT-B-32/openai -o run --vector cars.safetensors
     """
+    from atlas_cli.recipes.finetune import FinetuneRecipe
+
     own = {
         "tune": tune,
         "lora": lora,
@@ -90,8 +91,7 @@ def finetune(
         "warmup": warmup,
         "checkpoint_activations": checkpoint_activations,
     }
-    keys = recipe_keys(FinetuneRecipe, data, {**flags, **given_flags(own)}, many=True)
-    recipe = finetune_recipe(*keys)
+    recipe = given_recipe(FinetuneRecipe, data, {**flags, **given_flags(own)})
     listener = ConsoleListener(output)
     vectors = VectorOutput(vector, vectors_dir)
     result = run(recipe, options, vectors=vectors, on_event=listener, stop=listener.stop)

@@ -16,7 +16,6 @@ from atlas_cli.cli.options import (
 )
 from atlas_cli.learning.fit import fit as run
 from atlas_cli.learning.run import RunOptions
-from atlas_cli.recipes.learning import FitRecipe
 
 Data = Annotated[
     str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
@@ -41,6 +40,8 @@ def fit(
 
     Example: atlas fit shots/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """
+    from atlas_cli.recipes.learning import FitRecipe
+
     own = given_flags({"allow_target": allow_target})
     recipe = given_recipe(FitRecipe, data, {**flags, **own})
     run_learning(partial(run, recipe, options), output)

@@ -19,13 +19,13 @@ from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import AsJson, Device, Quiet
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.merging.model_card import Evaluated, read_evaluation
-from atlas_cli.recipes.merge import Merge, read_merge, split_adapter
-from atlas_cli.recipes.reading import parse_bytes
+from atlas_cli.recipes.values import parse_bytes
 from atlas_cli.sources.locate import COMPANION_FILES, Source, locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.references import parse_reference, source_problems
 
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import PreparedMerge
+    from atlas_cli.recipes.merge import Merge
 
 
 _MANY = 8  # threads; beyond, the disk and memory are what is waited for
@@ -52,9 +52,9 @@ class MergeOptions:
 
 def show_schema() -> None:
     """Print the JSON Schema of recipes."""
-    from atlas_cli.recipes.merge_schema import json_schema
+    from atlas_cli.recipes.schema import merge_schema
 
-    console.emit(json_schema(), as_json=True)
+    console.emit(merge_schema(), as_json=True)
 
 
 def run(name: str | None, options: MergeOptions) -> None:
@@ -62,7 +62,9 @@ def run(name: str | None, options: MergeOptions) -> None:
     if name is None:
         raise UsageError("no recipe given; name a file, or - for stdin")
     _check(options)
-    merge = read_merge(*read_text(name))
+    from atlas_cli.recipes.merge import read_merge
+
+    merge = read_merge(*read_text(name), source_problems)
     evaluation = _read_evaluation(options.evaluation) if options.evaluation else None
     target = options.folder or Path("merged")
     _check_place(target, options)
@@ -140,6 +142,8 @@ def _check_place(target: Path, options: MergeOptions) -> None:
 
 def _locate(merge: Merge) -> dict[str, tuple[Source, Source | None]]:
     """The files behind every reference, downloaded if need be: a model, and its adapter."""
+    from atlas_cli.recipes.merge import split_adapter
+
     found = {}
     for reference in merge.references:
         model, adapter = split_adapter(reference)

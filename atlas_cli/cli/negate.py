@@ -16,7 +16,6 @@ from atlas_cli.cli.options import (
 )
 from atlas_cli.learning.negate import negate as run
 from atlas_cli.learning.run import RunOptions
-from atlas_cli.recipes.learning import NegateRecipe
 
 Targets = Annotated[
     list[str],
@@ -57,6 +56,8 @@ def negate(
 
     Example: atlas negate cars/ --control photos/ --model ViT-B-32/openai --vector cars.safetensors
     """
+    from atlas_cli.recipes.learning import NegateRecipe
+
     own = {"control": control, "keep": keep, "forget": forget}
     recipe = given_recipe(NegateRecipe, data, {**flags, **given_flags(own)})
     run_learning(partial(run, recipe, options, compare=compare or ()), output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,11 +28,10 @@ from atlas_cli.learning.events import (
     Warned,
 )
 from atlas_cli.learning.run import RunOptions
-from atlas_cli.recipes.learning import Learning, learning_recipe
-from atlas_cli.recipes.reading import read_keys
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import LearningResult
+    from atlas_cli.recipes.model import AnyRecipe
 
 
 class VariadicCommand(TyperCommand):
@@ -280,33 +278,22 @@ _EXAMPLES = {
 }
 
 
-def recipe_keys(
-    schema: type, data: Sequence[str], flags: Mapping[str, Any], *, many: bool
-) -> tuple[dict[str, Any], str]:
-    """The keys of a recipe with the flags laid over it, or of the flags alone.
-
-    Also gives what errors put before their names. `many` says whether the recipe's data is a list.
-    """
-    if len(data) == 1 and (data[0] == "-" or data[0].endswith((".yaml", ".yml"))):
-        return {**read_keys(schema, *console.read_text(data[0])), **flags}, ""
-    required = [
-        field.name
-        for field in dataclasses.fields(schema)
-        if field.default is field.default_factory is dataclasses.MISSING and field.name != "data"
-    ]
-    for key in required:
-        if not flags.get(key):
-            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
-    return {"data": list(data) if many else data[0], **flags}, "--"
-
-
 def given_recipe(
-    schema: type[Learning], data: str | Sequence[str], flags: Mapping[str, Any]
-) -> Learning:
-    """The recipe of a learning command: a file with the flags laid over it, or the flags alone."""
-    many = not isinstance(data, str)
-    names = [data] if isinstance(data, str) else data
-    return learning_recipe(schema, *recipe_keys(schema, names, flags, many=many))
+    schema: type[AnyRecipe], data: str | Sequence[str], flags: Mapping[str, Any]
+) -> AnyRecipe:
+    """The recipe of a command: a file with the flags laid over it, or the flags alone.
+
+    `data` is a text if the recipe's data is one, else a list.
+    """
+    from atlas_cli.recipes.model import check_recipe, read_recipe
+
+    first, *others = [data] if isinstance(data, str) else data
+    if not others and (first == "-" or first.endswith((".yaml", ".yml"))):
+        return read_recipe(schema, *console.read_text(first), flags)
+    for key, field in schema.model_fields.items():
+        if field.is_required() and key != "data" and not flags.get(key):
+            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
+    return check_recipe(schema, {"data": data, **flags}, "--")
 
 
 class ConsoleListener:

@@ -33,7 +33,6 @@ from atlas_cli.learning.events import (
 from atlas_cli.learning.run import RunOptions
 from atlas_cli.learning.tta import tta as run
 from atlas_cli.learning.tta import tta_online
-from atlas_cli.recipes.learning import TtaRecipe
 
 Images = Annotated[
     str | None,
@@ -115,6 +114,8 @@ def tta(
     elif images is None:
         raise UsageError("no images given; name a folder, or pipe paths into --online")
     else:
+        from atlas_cli.recipes.learning import TtaRecipe
+
         recipe = given_recipe(TtaRecipe, images, keys)
         run_learning(partial(run, recipe, options, predictions=predictions), output)
 
@@ -142,6 +143,9 @@ def _run_online(
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("--online reads paths from stdin, which is no pipe and no file")
     options.check()
+
+    from atlas_cli.recipes.learning import TtaRecipe
+
     recipe = given_recipe(TtaRecipe, images or "stdin", keys)
     result = tta_online(recipe, _paths(), options, on_event=OnlineListener())
     if not output.quiet:

@@ -25,14 +25,15 @@ from atlas_cli.learning.run import (
     open_tasks,
     source_of,
 )
-from atlas_cli.recipes.learning import AddRecipe, parse_clamp, parse_individual
 from atlas_cli.recipes.merge_parameters import parse_merge
+from atlas_cli.recipes.values import parse_clamp, parse_individual
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:
     from atlas_cli.learning.batches import LabelledObjective, TaskScore
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.recipes.learning import AddRecipe
 
 
 def add(

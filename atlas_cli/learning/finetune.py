@@ -31,7 +31,6 @@ from atlas_cli.learning.run import (
     open_labelled,
     training,
 )
-from atlas_cli.recipes.finetune import FinetuneRecipe
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.targets import VectorTarget, check_targets
@@ -39,6 +38,7 @@ from atlas_cli.vectors.targets import VectorTarget, check_targets
 if TYPE_CHECKING:
     from atlas_cli.learning.loop import Step
     from atlas_cli.learning.weights import FinetuneCheckpoint, WeightTrainer
+    from atlas_cli.recipes.finetune import FinetuneRecipe
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def finetune(
     results: list[Finetuned] = []
     with _folder_of_all(tasks, options):
         for task in tasks:
-            own = dataclasses.replace(recipe, data=[task.dataset.name])
+            own = recipe.model_copy(update={"data": [task.dataset.name]})
             datasets = (task.dataset,)
             inputs = Inputs(
                 "finetune", own, source, (), datasets, task.judges, opening, options.cores
@@ -159,7 +159,8 @@ def _judges(recipe: FinetuneRecipe, dataset: Dataset) -> tuple[Dataset, ...]:
     """The val split of the same data, if there is one and it is not trained on."""
     if dataset.split == "val" or not has_split(dataset.name, "val"):
         return ()
-    judge = open_labelled(dataclasses.replace(recipe, split="val", shots="all"), dataset.name)
+    judged = recipe.model_copy(update={"split": "val", "shots": "all"})
+    judge = open_labelled(judged, dataset.name)
     if judge.classes != dataset.classes:
         raise DataError(f"{dataset.name}: the classes of its val split are not those of the other")
     return (judge,)

@@ -18,12 +18,12 @@ from atlas_cli.learning.run import (
     open_labelled,
     source_of,
 )
-from atlas_cli.recipes.learning import FitRecipe
 
 if TYPE_CHECKING:
     from atlas_cli.learning.batches import LabelledObjective, TaskScore
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.recipes.learning import FitRecipe
 
 _SCORED = {
     "last": "on the images it learned from",

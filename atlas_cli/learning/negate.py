@@ -19,13 +19,13 @@ from atlas_cli.learning.run import (
     open_tasks,
     source_of,
 )
-from atlas_cli.recipes.learning import NegateRecipe
 from atlas_cli.recipes.merge_parameters import parse_merge
 
 if TYPE_CHECKING:
     from atlas_cli.learning.batches import LabelledObjective, TaskScore
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.recipes.learning import NegateRecipe
 
 _BACKTRACK = tuple(tenths / 10 for tenths in range(9, 0, -1))
 _FAILED = (

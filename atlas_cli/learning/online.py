@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +50,7 @@ class OnlineAdapter:
 
     def __init__(self, setup: Setup, warn: Callable[[str], None]) -> None:
         recipe = setup.inputs.recipe
-        once = dataclasses.replace(recipe, epochs=1, min_steps=1, schedule="constant")
+        once = recipe.model_copy(update={"epochs": 1, "min_steps": 1, "schedule": "constant"})
         inputs = replace(setup.inputs, recipe=once)
         self._setup, self._warn = replace(setup, inputs=inputs), warn
         self._pixels = self._no_images()

@@ -6,7 +6,6 @@ Whoever calls gets events while it works, and may ask it to stop after the step 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +26,8 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
 )
-from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import LearnRecipe, parse_shots
 from atlas_cli.recipes.reading import write_recipe
+from atlas_cli.recipes.values import parse_shots
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, expand_vectors, parse_reference
 
@@ -42,7 +40,9 @@ if TYPE_CHECKING:
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.models.clip import Opening
     from atlas_cli.recipes.coefficients import Table
-    from atlas_cli.recipes.reading import LearnedRecipe
+    from atlas_cli.recipes.finetune import FinetuneRecipe
+    from atlas_cli.recipes.learning import LearnRecipe
+    from atlas_cli.recipes.merge import LearnedRecipe
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def open_tasks(
         return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
     if recipe.split == "val":
         raise UsageError("--select val judges by the val split; learn from another --split")
-    judged = dataclasses.replace(recipe, split="val", shots="all")
+    judged = recipe.model_copy(update={"split": "val", "shots": "all"})
     tasks = tuple(open_labelled(recipe, name, ("train",)) for name in names)
     return tasks, tuple(open_labelled(judged, name) for name in names)
 

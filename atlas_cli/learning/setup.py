@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import platform
@@ -29,8 +28,9 @@ from atlas_cli.models.composed import ComposedModel, LayerNormModel
 from atlas_cli.models.zero_shot import zero_shot_head
 from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.coefficients import MANY, Table, to_table
-from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe, parse_penalty
-from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, parse_bytes
+from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
+from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
+from atlas_cli.recipes.values import parse_bytes, parse_penalty
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
 
 _PREFIX = "visual."
@@ -156,7 +156,7 @@ def config_of(inputs: Inputs, clip: Clip) -> dict[str, Any]:
     """All that decides a result apart from task vectors, as JSON."""
     return {
         "command": inputs.command,
-        "recipe": dataclasses.asdict(inputs.recipe),
+        "recipe": inputs.recipe.model_dump(),
         "device": clip.device.type,
         "model": inputs.model.provenance(),
         "data": [describe_data(dataset) for dataset in inputs.datasets],

@@ -33,8 +33,7 @@ from atlas_cli.learning.run import (
     source_of,
     training,
 )
-from atlas_cli.recipes.learning import TtaRecipe
-from atlas_cli.recipes.reading import LearnedRecipe, VectorEntry, write_recipe
+from atlas_cli.recipes.reading import write_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from atlas_cli.learning.selection import Policy, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.learning.unlabelled import UnlabelledObjective
+    from atlas_cli.recipes.learning import TtaRecipe
+    from atlas_cli.recipes.merge import LearnedRecipe
 
 _SHOWN = 20  # classes of a histogram
 _SCOPE = "visual"
@@ -162,6 +163,7 @@ def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
 def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
     """Write tuned LayerNorms as a task vector; the recipe adds all of it."""
     from atlas_cli.io.checkpoint import write_tensors
+    from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
     from atlas_cli.sources.locate import locate, sha256_of
     from atlas_cli.sources.references import parse_reference
     from atlas_cli.vectors.bases import open_base
@@ -177,7 +179,7 @@ def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> Learn
         tuned = Path(folder) / "tuned.safetensors"
         write_tensors(tuned, tensors)
         extract_to(path, path.stem, base, locate(parse_reference(str(tuned))), Options())
-    entry = VectorEntry(path.stem, str(path), sha256_of(path))
+    entry = VectorEntry(name=path.stem, file=str(path), sha256=sha256_of(path))
     blocks = [block.name for block in open_vector(path).header.blocks if block.norm]
     return LearnedRecipe(
         merge_method="atlas",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
-from atlas_cli.datasets.dataset import task_name
+from atlas_cli.datasets.dataset import plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, score
@@ -227,7 +227,7 @@ def training_of(recipe: FinetuneRecipe, task: str) -> TrainingConfig:
         rate=recipe.lr, decay=recipe.weight_decay, clip=recipe.clip, schedule=recipe.schedule
     )
     return TrainingConfig(
-        epochs=epochs_of(recipe, task),
+        epochs=epochs_of(recipe, plain_name(task)),
         steps=recipe.steps,
         batch_size=recipe.batch_size,
         accumulate=recipe.accumulate,

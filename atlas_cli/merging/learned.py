@@ -95,7 +95,7 @@ def open_learned(
 ) -> ByCoefficients:
     """Open the vectors of a learned recipe and lay its coefficients out."""
     blocks = normalised(layout.tensors, layout.reference)
-    entries = [e for e in recipe.vectors or [] if isinstance(e, VectorFile)]
+    entries = recipe.vectors or []
     paths = [entry.file for entry in entries]
     names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(_STATISTICS)]
     if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):

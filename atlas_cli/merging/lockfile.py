@@ -76,7 +76,7 @@ def _sources(merge: Merge, located: Mapping[str, Located]) -> Iterator[tuple[str
 def loose_files(merge: Merge) -> list[str]:
     """Files that a recipe names beside its models: task vectors, and a table of coefficients."""
     recipe = merge.recipe
-    files = [entry if isinstance(entry, str) else entry.file for entry in recipe.vectors or []]
+    files = [entry.file for entry in recipe.vectors or []]
     return files + ([recipe.coefficients] if isinstance(recipe.coefficients, str) else [])
 
 

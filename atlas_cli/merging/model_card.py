@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_cli import __version__
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.reading import write_mapping
 
 if TYPE_CHECKING:
     from atlas_cli.merging.inputs import Located
+    from atlas_cli.recipes.merge import Merge
 
 
 @dataclass(frozen=True)

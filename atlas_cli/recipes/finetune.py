@@ -1,15 +1,23 @@
-"""What `atlas finetune` is told, and for how long the published task vectors were trained."""
+"""The recipe of `atlas finetune`, and for how long the published task vectors were trained."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from atlas_cli.datasets.dataset import plain_name
-from atlas_cli.errors import UsageError
-from atlas_cli.recipes.learning import Checks, number_problems, parse_shots, told
+from atlas_cli.recipes.learning import (
+    Accumulate,
+    Architecture,
+    Clip,
+    ModelName,
+    RandomSeed,
+    Schedule,
+    Shots,
+    Templates,
+    TextModel,
+    WeightDecay,
+)
+from atlas_cli.recipes.model import AT_LEAST_0, Positive, Rate, Recipe, about, expect, one_of
 
 TUNED = ("all", "layernorm", "projection")
 AUGMENTS = ("slight", "flip", "crop", "none")
@@ -44,77 +52,99 @@ EPOCHS: Mapping[str, int] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneRecipe:
+class FinetuneRecipe(Recipe):
     """What `atlas finetune` trains: the image tower of a model, on each of some tasks."""
 
-    data: list[str]
-    model: str
-    shots: str | int | float = "all"
-    split: str | None = None
-    templates: list[str] = dataclasses.field(default_factory=list)
-    tune: str = "all"
-    lora: int | None = None
-    linearised: bool = False
-    select: str = "last"
-    epochs: int | None = None
-    steps: int | None = None
-    lr: float = 1e-5
-    schedule: str = "cosine"
-    warmup: int | None = None
-    weight_decay: float = 0.1
-    batch_size: int = 128
-    accumulate: int = 1
-    checkpoint_activations: bool = False
-    clip: float = 1.0
-    augment: str = "slight"
-    arch: str | None = None
-    text: str | None = None
-    seed: int = 0
+    order = (
+        *("data", "shots", "tune", "lora", "select", "steps", "schedule", "augment"),
+        *("batch_size", "accumulate", "lr", "clip", "epochs", "steps", "lora"),
+        *("weight_decay", "seed", "warmup"),
+    )
 
+    data: Annotated[
+        list[str],
+        expect(bool, "names no task", minItems=1),
+        about("Labelled images of every task; each is trained on for itself, from the base."),
+    ]
+    model: ModelName
+    shots: Shots = "all"
+    split: Annotated[
+        str | None,
+        about("`train`, `val` or `test`. Without it: `train`, or the folder as it is."),
+    ] = None
+    templates: Templates = []
+    tune: Annotated[
+        str,
+        one_of(TUNED, ", ".join(TUNED)),
+        about("What is trained in the image tower: `all`, `layernorm` or `projection`."),
+    ] = "all"
+    lora: Annotated[
+        Positive | None,
+        about("Train an adapter of this rank instead, with a scale of 32 / rank."),
+    ] = None
+    linearised: Annotated[
+        bool, about("Train the first-order expansion of the model at the base.")
+    ] = False
+    select: Annotated[
+        str,
+        one_of(("last", "best")),
+        about(
+            "`last`: the weights of the last step, as the papers have it; `best`: of the best "
+            "epoch on images that are not trained on."
+        ),
+    ] = "last"
+    epochs: Annotated[
+        Positive | None,
+        about(
+            "Passes over the images; those of the published task vectors by the name of the data, "
+            "else 10."
+        ),
+    ] = None
+    steps: Annotated[Positive | None, about("Steps in all, instead of `epochs`.")] = None
+    lr: Annotated[Rate, about("Learning rate of AdamW; 1e-5, with `lora` 1e-3.")] = 1e-5
+    schedule: Schedule = "cosine"
+    warmup: Annotated[
+        Annotated[int, AT_LEAST_0] | None,
+        about("Steps while the rate rises; 500, but a tenth of all steps at most."),
+    ] = None
+    weight_decay: WeightDecay = 0.1
+    batch_size: Annotated[Positive, about("Images per step; 128.")] = 128
+    accumulate: Accumulate = 1
+    checkpoint_activations: Annotated[
+        bool, about("Compute activations again on the way back instead of keeping them.")
+    ] = False
+    clip: Clip = 1.0
+    augment: Annotated[
+        str,
+        one_of(AUGMENTS, ", ".join(AUGMENTS)),
+        about(
+            "`slight` (crops of nine tenths or more), `flip` (larger crops and mirror images), "
+            "`crop` or `none`."
+        ),
+    ] = "slight"
+    arch: Architecture = None
+    text: TextModel = None
+    seed: RandomSeed = 0
 
-def finetune_recipe(found: Mapping[str, Any], where: str = "") -> FinetuneRecipe:
-    """A recipe of keys whose types are right. Raises UsageError with every problem found."""
-    preset = {"lr": LORA_RATE} if found.get("lora") else {}
-    recipe = FinetuneRecipe(**{**preset, **found})
-    if lines := list(_problems(recipe, where)):
-        raise UsageError("\n".join(lines))
-    return recipe
+    @classmethod
+    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"lr": LORA_RATE, **found} if found.get("lora") else found
+
+    @classmethod
+    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
+        lora, steps = found.get("lora"), found.get("steps")
+        if lora is not None and (found.get("tune", "all") != "all" or found.get("linearised")):
+            yield "lora", f"an adapter goes neither with tune nor with linearised, found {lora!r}"
+        if steps is not None and found.get("epochs") is not None:
+            yield "steps", f"epochs and steps both say how long; give one of them, found {steps!r}"
 
 
 def epochs_of(recipe: FinetuneRecipe, task: str) -> int:
-    """Passes over the images: as told, as the published vector of that name had, or ten."""
-    return recipe.epochs or EPOCHS.get(plain_name(task), _OTHERWISE)
+    """Passes over the images: of the recipe, of the published vector of that plain name, or ten."""
+    return recipe.epochs or EPOCHS.get(task, _OTHERWISE)
 
 
 def warmup_of(recipe: FinetuneRecipe, steps: int) -> int:
     """Steps over which the rate rises."""
     wanted = min(WARMUP, steps // 10) if recipe.warmup is None else recipe.warmup
     return min(wanted, steps)
-
-
-def _problems(recipe: FinetuneRecipe, where: str) -> Iterator[str]:
-    yield from told(recipe, _checks(recipe), where)
-    given = [key for key in ("epochs", "steps", "lora") if getattr(recipe, key) is not None]
-    above = ("batch_size", "accumulate", "lr", "clip", *given)
-    least = ("weight_decay", "seed", *(["warmup"] if recipe.warmup is not None else []))
-    yield from number_problems(recipe, above, least, where)
-
-
-def _checks(recipe: FinetuneRecipe) -> Checks:
-    return {
-        "data": (bool(recipe.data), "names no task"),
-        "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
-        "tune": (recipe.tune in TUNED, f"expected {', '.join(TUNED)}"),
-        "lora": (
-            recipe.lora is None or (recipe.tune == "all" and not recipe.linearised),
-            "an adapter goes neither with tune nor with linearised",
-        ),
-        "select": (recipe.select in ("last", "best"), "expected last or best"),
-        "steps": (
-            recipe.steps is None or recipe.epochs is None,
-            "epochs and steps both say how long; give one of them",
-        ),
-        "schedule": (recipe.schedule in ("cosine", "constant"), "expected cosine or constant"),
-        "augment": (recipe.augment in AUGMENTS, f"expected {', '.join(AUGMENTS)}"),
-    }

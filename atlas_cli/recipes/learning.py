@@ -1,105 +1,41 @@
-"""What the learning commands are told: frozen dataclasses, and what makes no sense in them."""
+"""The recipes of `eval` and of the learning commands `fit`, `negate`, `add` and `tta`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from atlas_cli.errors import UsageError
-from atlas_cli.recipes.reading import parse_bytes
+from atlas_cli.recipes.model import (
+    ABOVE_0,
+    AS_GIVEN,
+    Check,
+    Decay,
+    Number,
+    Positive,
+    Rate,
+    Recipe,
+    Scalar,
+    Seed,
+    about,
+    expect,
+    one_of,
+)
+from atlas_cli.recipes.values import (
+    is_pattern,
+    parse_bytes,
+    parse_clamp,
+    parse_individual,
+    parse_penalty,
+    parse_schedule,
+    parse_shares,
+    parse_shots,
+)
+from atlas_cli.registry import find_granularity, granularity_labels, granularity_pattern
 
-GRANULARITY = r"block|vector|qkv|partition:[1-9]\d{0,4}"
 FORGETTING = ("unlikelihood", "ascent", "uniform")
 BLIND = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
-_SELECT = {"last", "same", "holdout", "kfold"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnRecipe:
-    """What every learning command is told: a base, vectors, and how coefficients are found."""
-
-    model: str
-    vectors: list[str]
-    shots: str | int | float = "all"
-    split: str | None = None
-    templates: list[str] = dataclasses.field(default_factory=list)
-    method: str = "learned"
-    select: str = "last"
-    granularity: str = "block"
-    groups: list[str] = dataclasses.field(default_factory=list)
-    epochs: int = 10
-    lr: float = 0.1
-    schedule: str = "cosine"
-    weight_decay: float = 0.1
-    batch_size: int = 128
-    accumulate: int = 1
-    min_steps: int = 10
-    clip: float = 1.0
-    penalty: str | None = None
-    augment: str = "flip"
-    linearised: bool = False
-    memory: str = "2GiB"
-    arch: str | None = None
-    text: str | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitRecipe(LearnRecipe):
-    """What `atlas fit` learns from: a few labelled images of one task."""
-
-    data: str
-    allow_target: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class NegateRecipe(LearnRecipe):
-    """What `atlas negate` forgets: target tasks, beside a control task that has to stay."""
-
-    data: list[str]
-    control: str
-    keep: float = 0.95
-    forget: str = "unlikelihood"
-    select: str = "same"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddRecipe(LearnRecipe):
-    """What `atlas add` combines: tasks that one set of coefficients has to serve."""
-
-    data: list[str]
-    objective: str = "labels"
-    init: float = 0.0
-    clamp: str | None = None
-    ties: float | None = None
-    individual: list[str] = dataclasses.field(default_factory=list)
-    select: str = "same"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TtaRecipe(LearnRecipe):
-    """What `atlas tta` adapts to: images that nobody labelled, and the names of their classes."""
-
-    data: str
-    vectors: list[str] = dataclasses.field(default_factory=list)
-    classes: list[str] = dataclasses.field(default_factory=list)
-    objective: str = "ufm"
-    tune: str = "coefficients"
-    trusted_per_class: int | None = None
-    power: float = 0.5
-    threshold: str = "0.9:1"
-    prior: str = "uniform"
-    select: str = "guard"
-    epochs: int = 4
-    lr: float = 0.03
-    batch_size: int = 64
-    min_steps: int = 1
-    augment: str = "mild"
-
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -114,227 +50,332 @@ ADAMERGING: Mapping[str, Any] = {
     "epochs": 16,
 }
 
-Learning = TypeVar("Learning", bound=LearnRecipe)
+
+# Keys that several recipes have ---------------------------------------------------------------
+
+Templates = Annotated[
+    list[str], about("Prompts with `{}` for the class name, instead of the data's own.")
+]
+Architecture = Annotated[
+    str | None, about("open_clip architecture of weight files that come without a configuration.")
+]
+TextModel = Annotated[
+    str | None, about("Model whose text tower goes with models that have an image tower only.")
+]
+RandomSeed = Annotated[Seed, about("Decides everything that is random; 0 if it is not given.")]
+ModelName = Annotated[str, about("The base model.")]
+Shots = Annotated[
+    Scalar,
+    expect(lambda value: parse_shots(value) != 0, "expected a number of images, a fraction or all"),
+    about("Images per class, a fraction of every class, or `all`."),
+]
+Schedule = Annotated[
+    str,
+    one_of(("cosine", "constant")),
+    about("`cosine`, where the rate falls to zero, or `constant`."),
+]
+WeightDecay = Annotated[Decay, about("AdamW's weight decay; 0.1.")]
+Accumulate = Annotated[Positive, about("Parts that a batch is computed in, to save memory; 1.")]
+Clip = Annotated[float, ABOVE_0, AS_GIVEN, about("Largest norm of a gradient; 1.")]
+
+_VECTORS = about("Task-vector files, or folders of them, all taken from this base.")
+_METHOD = about(
+    "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
+    "`isotropic`: one number per vector."
+)
+_SELECT = about("What decides which epoch is kept; see below.")
+_SEVERAL = (*("last", "same", "holdout", "kfold"), "val")
+SelectForSeveral = Annotated[str, one_of(_SEVERAL, "same, val, last, holdout or kfold"), _SELECT]
 
 
-def learning_recipe(schema: type[Learning], found: Mapping[str, Any], where: str = "") -> Learning:
-    """A recipe of keys whose types are right. Raises UsageError with every problem found."""
-    recipe = schema(**{**_preset(schema, found), **found})
-    if isinstance(recipe, AddRecipe) and recipe.method == "isotropic":
-        recipe = dataclasses.replace(recipe, granularity="vector")
-    if lines := list(_problems(recipe, where)):
-        raise UsageError("\n".join(lines))
-    return recipe
+def _granularity_problem(text: str) -> str | None:
+    return None if find_granularity(text) else f"expected {granularity_labels()}, found {text!r}"
 
 
-def _preset(schema: type[LearnRecipe], found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Other defaults that a choice brings with it."""
-    if schema is AddRecipe and found.get("objective") == "entropy":
-        return ADAMERGING
-    if schema is TtaRecipe and found.get("tune") == "layernorm":
-        return {"lr": 0.003}
-    if schema is TtaRecipe and found.get("objective") == "sar":
-        return {"lr": 0.3, "weight_decay": 0.0}
-    return {}
+class EvalRecipe(Recipe):
+    """What `atlas eval` compares: models and datasets, and how both are read."""
 
-
-def _problems(recipe: LearnRecipe, where: str) -> Iterator[str]:
-    yield from told(recipe, {**_shared_checks(recipe), **_own_checks(recipe)}, where)
-    above = ("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip")
-    yield from number_problems(recipe, above, ("weight_decay", "seed"), where)
-
-
-Checks = dict[str, tuple[bool, str]]
-
-
-def told(recipe: object, checks: Checks, where: str) -> Iterator[str]:
-    """A line for every check that failed."""
-    for key, (good, message) in checks.items():
-        if not good:
-            yield f"{where}{key}: {message}, found {getattr(recipe, key)!r}"
-
-
-def number_problems(
-    recipe: object, above: Sequence[str], least: Sequence[str], where: str
-) -> Iterator[str]:
-    """A line for every number of keys `above` that is not more than 0, or of `least` below it."""
-    for key in above:
-        if not getattr(recipe, key) > 0:
-            yield f"{where}{key}: expected more than 0, found {getattr(recipe, key)}"
-    for key in least:
-        if not getattr(recipe, key) >= 0:
-            yield f"{where}{key}: expected 0 or more, found {getattr(recipe, key)}"
-    for key in ("lr", "weight_decay"):
-        if getattr(recipe, key) == math.inf:
-            yield f"{where}{key}: expected a finite number, found inf"
-
-
-def _shared_checks(recipe: LearnRecipe) -> Checks:
-    return {
-        "vectors": (bool(recipe.vectors), "names no task vector"),
-        "shots": (parse_shots(recipe.shots) != 0, "expected a number of images, a fraction or all"),
-        "method": _check_method(recipe),
-        "select": _check_select(recipe),
-        "granularity": (
-            bool(re.fullmatch(GRANULARITY, recipe.granularity)),
-            "expected block, vector, qkv or partition:K",
+    models: Annotated[
+        list[str], about("Model references. The first is what the others are compared with.")
+    ]
+    data: Annotated[
+        list[str], about("Data references; `builtin:all` stands for every built-in task.")
+    ]
+    split: Annotated[
+        str | None,
+        about(
+            "`train`, `val` or `test`. Without it: `test`, else `val`, else the folder as it is."
         ),
-        "schedule": (recipe.schedule in ("cosine", "constant"), "expected cosine or constant"),
-        "augment": _check_augment(recipe),
-        "groups": (all(map(_is_pattern, recipe.groups)), "not a regular expression"),
-        "penalty": (
-            recipe.penalty is None or parse_penalty(recipe.penalty)[0] > 0,
-            "expected l1:WEIGHT or l2:WEIGHT",
+    ] = None
+    templates: Templates = []
+    shots: Annotated[
+        int | None, about("Take this many images of every class, drawn by the seed.")
+    ] = None
+    arch: Architecture = None
+    text: TextModel = None
+    seed: Annotated[int, about("Decides everything that is random; 0 if it is not given.")] = 0
+
+
+class LearnRecipe(Recipe):
+    """The keys of every learning command: a base, vectors, and how coefficients are found."""
+
+    order = (
+        *("vectors", "shots", "method", "select", "granularity", "schedule", "augment", "groups"),
+        *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
+        *("init", "clamp", "ties", "individual"),
+        *("tune", "trusted_per_class", "power", "prior", "threshold"),
+        *("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip", "weight_decay", "seed"),
+    )
+
+    model: ModelName
+    vectors: Annotated[list[str], expect(bool, "names no task vector", minItems=1), _VECTORS]
+    shots: Shots = "all"
+    split: Annotated[
+        str | None,
+        about(
+            "`train`, `val` or `test`. Without it: `train` for `fit`, `val` for the others, or the "
+            "folder as it is."
         ),
-        "memory": (parse_bytes(recipe.memory) is not None, "expected a size such as 2GiB or 500MB"),
-    }
+    ] = None
+    templates: Templates = []
+    method: Annotated[str, one_of(("learned", "search")), _METHOD] = "learned"
+    select: Annotated[str, _SELECT] = "last"
+    granularity: Annotated[
+        str,
+        Check(_granularity_problem, lambda: {"pattern": granularity_pattern()}),
+        about("What shares a coefficient: `block`, `vector`, `qkv` or `partition:K`."),
+    ] = "block"
+    groups: Annotated[
+        list[str],
+        expect(lambda texts: all(map(is_pattern, texts)), "not a regular expression"),
+        about("Regular expressions; blocks matched by the same one share a coefficient."),
+    ] = []
+    epochs: Annotated[Positive, about("Passes over the images; 10.")] = 10
+    lr: Annotated[Rate, about("Learning rate of AdamW; 0.1.")] = 0.1
+    schedule: Schedule = "cosine"
+    weight_decay: WeightDecay = 0.1
+    batch_size: Annotated[Positive, about("Images per step, of all tasks together; 128.")] = 128
+    accumulate: Accumulate = 1
+    min_steps: Annotated[
+        Positive, about("Steps per epoch at least; few images are shown repeatedly; 10.")
+    ] = 10
+    clip: Clip = 1.0
+    penalty: Annotated[
+        Annotated[
+            str, expect(lambda text: parse_penalty(text)[0] > 0, "expected l1:WEIGHT or l2:WEIGHT")
+        ]
+        | None,
+        about("`l1:WEIGHT` or `l2:WEIGHT` on the coefficients."),
+    ] = None
+    augment: Annotated[
+        str,
+        one_of(("flip", "crop", "none")),
+        about("`flip` (random crops and mirror images), `crop` or `none`."),
+    ] = "flip"
+    linearised: Annotated[
+        bool, about("Learn for the first-order expansion of the model at the base.")
+    ] = False
+    memory: Annotated[
+        str,
+        expect(lambda text: parse_bytes(text) is not None, "expected a size such as 2GiB or 500MB"),
+        about("Budget for the vectors; beyond it they are kept as bf16, int8, or in their files."),
+    ] = "2GiB"
+    arch: Architecture = None
+    text: TextModel = None
+    seed: RandomSeed = 0
 
 
-def _check_method(recipe: LearnRecipe) -> tuple[bool, str]:
-    if isinstance(recipe, AddRecipe):
-        methods = ("learned", "isotropic", "search")
-        return recipe.method in methods, "expected learned, isotropic or search"
-    if isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm":
-        return recipe.method == "learned", "LayerNorms have no scale to search"
-    return recipe.method in ("learned", "search"), "expected learned or search"
+class FitRecipe(LearnRecipe):
+    """What `atlas fit` learns from: a few labelled images of one task."""
+
+    select: Annotated[
+        str,
+        expect(
+            lambda text: bool(re.fullmatch("last|holdout|kfold|val:.+", text, re.DOTALL)),
+            "expected last, holdout, kfold or val:DATA",
+            pattern="^(last|holdout|kfold|val:.+)$",
+        ),
+        _SELECT,
+    ] = "last"
+    data: Annotated[str, about("Labelled images to learn from: a data reference.")]
+    allow_target: Annotated[bool, about("Take vectors that are named like the data, too.")] = False
 
 
-def _check_select(recipe: LearnRecipe) -> tuple[bool, str]:
-    if isinstance(recipe, FitRecipe):
-        good = recipe.select in _SELECT - {"same"} or _names_data(recipe.select)
-        return good, "expected last, holdout, kfold or val:DATA"
-    if isinstance(recipe, TtaRecipe):
-        return recipe.select in ("guard", "last"), "expected guard or last"
-    return recipe.select in _SELECT | {"val"}, "expected same, val, last, holdout or kfold"
+class NegateRecipe(LearnRecipe):
+    """What `atlas negate` forgets: target tasks, beside a control task that has to stay."""
+
+    data: Annotated[
+        list[str],
+        expect(bool, "names no task to forget", minItems=1),
+        about("Labelled images of the tasks to forget."),
+    ]
+    control: Annotated[str, about("Labelled images of the task to keep.")]
+    keep: Annotated[
+        Number,
+        expect(
+            lambda share: 0 < share < math.inf,
+            "expected more than 0, such as 0.95",
+            exclusiveMinimum=0,
+        ),
+        about("Share of its zero-shot accuracy that the control has to keep; 0.95."),
+    ] = 0.95
+    forget: Annotated[
+        str,
+        one_of(FORGETTING, ", ".join(FORGETTING)),
+        about("Loss of the targets: `unlikelihood`, `ascent` (the paper's) or `uniform`."),
+    ] = "unlikelihood"
+    select: SelectForSeveral = "same"
 
 
-def _check_augment(recipe: LearnRecipe) -> tuple[bool, str]:
-    if isinstance(recipe, TtaRecipe):
-        return recipe.augment in ("mild", "flip", "crop"), "expected mild, flip or crop"
-    return recipe.augment in ("flip", "crop", "none"), "expected flip, crop or none"
+class AddRecipe(LearnRecipe):
+    """What `atlas add` combines: tasks that one set of coefficients has to serve.
 
+    The objective `entropy` brings the defaults of AdaMerging, and the method `isotropic` has one
+    coefficient for each vector.
+    """
 
-def _names_data(text: str) -> bool:
-    return text.startswith("val:") and len(text) > 4
-
-
-def _own_checks(recipe: LearnRecipe) -> Checks:
-    if isinstance(recipe, NegateRecipe):
-        return {
-            "data": (bool(recipe.data), "names no task to forget"),
-            "keep": (0 < recipe.keep < math.inf, "expected more than 0, such as 0.95"),
-            "forget": (recipe.forget in FORGETTING, f"expected {', '.join(FORGETTING)}"),
-        }
-    if isinstance(recipe, AddRecipe):
-        return {
-            "data": (bool(recipe.data), "names no task"),
-            "objective": (recipe.objective in ("labels", "entropy"), "expected labels or entropy"),
-            "init": (math.isfinite(recipe.init), "expected a finite number"),
-            "clamp": (
-                recipe.clamp is None or parse_clamp(recipe.clamp) is not None,
-                "expected LOW:HIGH, such as 0:1",
+    data: Annotated[
+        list[str],
+        expect(bool, "names no task", minItems=1),
+        about("Labelled images of every task."),
+    ]
+    objective: Annotated[
+        str,
+        one_of(("labels", "entropy")),
+        about("`labels`, or `entropy`, which looks at no label: layer-wise AdaMerging."),
+    ] = "labels"
+    init: Annotated[
+        Number,
+        expect(math.isfinite, "expected a finite number"),
+        about("Coefficients at the start; 0, for `entropy` 0.3."),
+    ] = 0.0
+    clamp: Annotated[
+        Annotated[
+            str,
+            expect(lambda text: parse_clamp(text) is not None, "expected LOW:HIGH, such as 0:1"),
+        ]
+        | None,
+        about("Bounds of coefficients, `LOW:HIGH`; none, for `entropy` 0:1."),
+    ] = None
+    ties: Annotated[
+        Annotated[
+            Number,
+            expect(
+                lambda share: 0 < share <= 1,
+                "expected a share such as 0.2",
+                exclusiveMinimum=0,
+                maximum=1,
             ),
-            "ties": (recipe.ties is None or 0 < recipe.ties <= 1, "expected a share such as 0.2"),
-            "individual": (
-                all(parse_individual(text) is not None for text in recipe.individual),
-                "expected DATA=ACCURACY in percent, such as builtin:digits=98.5",
-            ),
-        }
-    if isinstance(recipe, TtaRecipe):
-        tuned = ("coefficients", "layernorm")
-        return {
-            "vectors": (
-                bool(recipe.vectors) or recipe.tune == "layernorm",
-                "names no task vector",
-            ),
-            "shots": (recipe.shots == "all", "nothing is drawn by class without labels"),
-            "linearised": (
-                not recipe.linearised or recipe.tune == "coefficients",
-                "LayerNorms are not composed",
-            ),
-            "objective": (recipe.objective in BLIND, f"expected {', '.join(BLIND)}"),
-            "tune": (recipe.tune in tuned, "expected coefficients or layernorm"),
-            "trusted_per_class": (
-                recipe.trusted_per_class is None or recipe.trusted_per_class > 0,
-                "expected 1 or more",
-            ),
-            "power": (0 < recipe.power < math.inf, "expected more than 0, such as 0.5"),
-            "prior": (
-                recipe.prior == "uniform" or parse_shares(recipe.prior) is not None,
-                "expected uniform, or a share for every class such as 0.9,0.1",
-            ),
-            "threshold": (
-                parse_schedule(recipe.threshold) is not None,
-                "expected START:END within 0 and 1, such as 0.9:1",
-            ),
-        }
-    return {}
+        ]
+        | None,
+        about("Keep this share of every vector, and the elected sign, first: AdaMerging++."),
+    ] = None
+    individual: Annotated[
+        list[str],
+        expect(
+            lambda texts: all(parse_individual(text) is not None for text in texts),
+            "expected DATA=ACCURACY in percent, such as builtin:digits=98.5",
+        ),
+        about("`DATA=PERCENT`: accuracy of a fine-tuned model, to normalise by."),
+    ] = []
+    method: Annotated[str, one_of(("learned", "isotropic", "search")), _METHOD] = "learned"
+    select: SelectForSeveral = "same"
+
+    @classmethod
+    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        if found.get("objective") == "entropy":
+            found = {**ADAMERGING, **found}
+        if found.get("method") == "isotropic" and isinstance(found.get("granularity", ""), str):
+            found = {**found, "granularity": "vector"}
+        return found
 
 
-# Values that are written as text --------------------------------------------------------------
+class TtaRecipe(LearnRecipe):
+    """What `atlas tta` adapts to: images without labels, and the names of their classes."""
 
+    vectors: Annotated[list[str], _VECTORS] = []
+    shots: Annotated[
+        Scalar,
+        expect(
+            lambda value: value == "all", "nothing is drawn by class without labels", const="all"
+        ),
+        about("`all`: nothing is drawn by class without labels."),
+    ] = "all"
+    data: Annotated[str, about("Images; labels that they may have are not looked at.")]
+    classes: Annotated[
+        list[str], about("Class names, if the data has none or others are wanted.")
+    ] = []
+    objective: Annotated[
+        str,
+        one_of(BLIND, ", ".join(BLIND)),
+        about("`ufm`, `entropy`, `balanced-entropy`, `sar` or `simclr`."),
+    ] = "ufm"
+    tune: Annotated[
+        str,
+        one_of(("coefficients", "layernorm")),
+        about("`coefficients`, or `layernorm`: weights and biases of the LayerNorms instead."),
+    ] = "coefficients"
+    trusted_per_class: Annotated[
+        Annotated[int, expect(lambda number: number > 0, "expected 1 or more", minimum=1)] | None,
+        about(
+            "`ufm`: images of a class taken at their prediction; a quarter of an even share, 1 to "
+            "100, if it is not given."
+        ),
+    ] = None
+    power: Annotated[
+        Number,
+        expect(
+            lambda power: 0 < power < math.inf,
+            "expected more than 0, such as 0.5",
+            exclusiveMinimum=0,
+        ),
+        about("`ufm`: exponent of predictions; above 1 sharpens, below 1 flattens; 0.5."),
+    ] = 0.5
+    threshold: Annotated[
+        str,
+        expect(
+            lambda text: parse_schedule(text) is not None,
+            "expected START:END within 0 and 1, such as 0.9:1",
+        ),
+        about(
+            "`ufm`: how sure a prediction must then be, from the first epoch to the last; `0.9:1`."
+        ),
+    ] = "0.9:1"
+    prior: Annotated[
+        str,
+        expect(
+            lambda text: text == "uniform" or parse_shares(text) is not None,
+            "expected uniform, or a share for every class such as 0.9,0.1",
+        ),
+        about("How often classes occur: `uniform`, or a share for every class such as `0.9,0.1`."),
+    ] = "uniform"
+    select: Annotated[str, one_of(("guard", "last")), _SELECT] = "guard"
+    epochs: Annotated[Positive, about("Passes over the images; 4.")] = 4
+    lr: Annotated[
+        Rate, about("Learning rate of AdamW; 0.03, for LayerNorms 0.003, for `sar` 0.3.")
+    ] = 0.03
+    batch_size: Annotated[Positive, about("Images per step; 64.")] = 64
+    min_steps: Annotated[Positive, about("Steps per epoch at least; 1.")] = 1
+    augment: Annotated[
+        str,
+        one_of(("mild", "flip", "crop")),
+        about("`mild` (small crops, other light, noise), `crop` or `flip`."),
+    ] = "mild"
 
-def parse_shots(text: str | int | float) -> int | float | None:
-    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
-    if text == "all":
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        return 0
-    if 0 < number < 1:
-        return number
-    return int(number) if number >= 1 and number.is_integer() else 0
+    @classmethod
+    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        if found.get("tune") == "layernorm":
+            return {"lr": 0.003, **found}
+        if found.get("objective") == "sar":
+            return {"lr": 0.3, "weight_decay": 0.0, **found}
+        return found
 
-
-def parse_penalty(text: str) -> tuple[int, float]:
-    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
-    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
-    return (int(found[1]), float(found[2])) if found else (0, 0.0)
-
-
-def parse_clamp(text: str) -> tuple[float, float] | None:
-    """Two bounds from text such as 0:1; None if it is none."""
-    low, _, high = text.partition(":")
-    try:
-        found = float(low), float(high)
-    except ValueError:
-        return None
-    return found if found[0] < found[1] else None
-
-
-def parse_schedule(text: str) -> tuple[float, float] | None:
-    """Two numbers within 0 and 1 from text such as 0.9:1, or the same twice; None if it is none."""
-    start, _, end = text.partition(":")
-    try:
-        found = float(start), float(end or start)
-    except ValueError:
-        return None
-    return found if all(0 <= value <= 1 for value in found) else None
-
-
-def parse_shares(text: str) -> list[float] | None:
-    """Positive numbers from text such as 0.9,0.1; None if it is none."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        return None
-    return found if all(0 < share < math.inf for share in found) else None
-
-
-def parse_individual(text: str) -> tuple[str, float] | None:
-    """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is none."""
-    name, _, percent = text.rpartition("=")
-    try:
-        found = float(percent) / 100
-    except ValueError:
-        return None
-    return (name, found) if name and 0 < found <= 1 else None
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
+    @classmethod
+    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
+        tune = found.get("tune", "coefficients")
+        if tune != "layernorm" and not found.get("vectors"):
+            yield "vectors", f"names no task vector, found {found.get('vectors', [])}"
+        if tune == "layernorm" and (method := found.get("method", "learned")) != "learned":
+            yield "method", f"LayerNorms have no scale to search, found {method!r}"
+        if tune != "coefficients" and found.get("linearised"):
+            yield "linearised", "LayerNorms are not composed, found True"

@@ -1,20 +1,27 @@
-"""What can be wrong with the recipe of a merge, told before anything is opened."""
+"""What is wrong with the recipe of a merge beyond types: methods, parameters, models, vectors.
+
+Nothing is opened. Lines begin with the path of the value, such as `.models[0].model: `.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from atlas_cli.errors import UsageError, nearest
-from atlas_cli.recipes.coefficients import learned_problems
+from atlas_cli.errors import nearest
+from atlas_cli.recipes.coefficients import table_problems
 from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, parameter_problems
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.registry import find_granularity, granularity_labels
 
 if TYPE_CHECKING:
     from atlas_cli.merge_methods.method import MergeMethod
 
+# What is wrong with a reference to a model or to a task vector, each problem as a sentence.
+SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
+
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+SCOPES = ("visual", "text", "all")
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope")
 _REFUSED = {
     "modules": "merges of several modules; atlas merges whole models",
@@ -33,84 +40,126 @@ def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
     for key, what in _REFUSED.items():
         if key in found:
             yield f"{where}: '{key}' is not supported: {what}"
-    source = found.get("tokenizer_source")
-    if isinstance(source, str) and source != "base":
+    if is_refused("tokenizer_source", source := found.get("tokenizer_source")):
         yield (
             f"{where}.tokenizer_source: '{source}' is not supported; atlas copies the tokenizer "
             "of the base (tokenizer_source: base)"
         )
 
 
-def semantic_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
-    """What is wrong beyond types. Parts of the wrong type are left to those who check types."""
-    method = found.get("merge_method")
-    row = METHODS.get(method) if isinstance(method, str) else None
-    if isinstance(method, str) and row is None:
-        yield _unknown(method, where)
-    for key in ("dtype", "out_dtype"):
-        name = found.get(key)
-        if isinstance(name, str) and name.removeprefix("torch.") not in DTYPES:
-            hint = nearest(name, DTYPES)
-            yield f"{where}.{key}: expected {', '.join(DTYPES)}, found '{name}'{hint}"
-    seed = found.get("seed")
-    if isinstance(seed, int) and seed < 0:
-        yield f"{where}.seed: expected 0 or more, found {seed}"
-    yield from _reference_problems(found.get("base_model"), f"{where}.base_model")
-    if method == "atlas":
-        yield from learned_problems(found, where)
-    else:
-        yield from _model_problems(found, row, where)
+def is_refused(key: object, value: object) -> bool:
+    """Whether mergekit knows a key, or this value of it, and atlas does not support it."""
+    other = key == "tokenizer_source" and isinstance(value, str) and value != "base"
+    return key in _REFUSED or other
 
 
-def _unknown(method: str, where: str) -> str:
+def method_problem(method: str) -> str | None:
+    """What is wrong with the name of a method."""
+    if method in METHODS:
+        return None
     if method in OTHERS:
-        return f"{where}.merge_method: mergekit's '{method}' is not supported"
-    return (
-        f"{where}.merge_method: unknown method '{method}'{nearest(method, METHODS)} "
-        f"(there are: {', '.join(METHODS)})"
-    )
+        return f"mergekit's '{method}' is not supported"
+    return f"unknown method '{method}'{nearest(method, METHODS)} (there are: {', '.join(METHODS)})"
 
 
-def _reference_problems(text: object, where: str) -> Iterator[str]:
-    if not isinstance(text, str):
-        return
-    # As merge_recipe.split_adapter: a path may have a + in it.
-    parts = [text] if Path(text).exists() else text.rsplit("+", 1)
-    for part in parts:
-        try:
-            parse_reference(part)
-        except UsageError as problem:
-            yield f"{where}: {problem}"
+def dtype_problem(name: str) -> str | None:
+    """What is wrong with the name of a dtype."""
+    if name.removeprefix("torch.") in DTYPES:
+        return None
+    return f"expected {', '.join(DTYPES)}, found '{name}'{nearest(name, DTYPES)}"
+
+
+def semantic_problems(found: Mapping[str, Any], check_source: SourceCheck | None) -> Iterator[str]:
+    """What is wrong with values together. Parts of the wrong type are left to the model."""
+    check = check_source or (lambda kind, text: ())
+    yield from _reference_problems(found.get("base_model"), ".base_model", check)
+    method = found.get("merge_method")
+    if method == "atlas":
+        yield from _learned_problems(found, check)
+    else:
+        row = METHODS.get(method) if isinstance(method, str) else None
+        yield from _model_problems(found, row, check)
+
+
+def _reference_problems(text: object, where: str, check: SourceCheck) -> Iterator[str]:
+    if isinstance(text, str):
+        yield from (f"{where}: {problem}" for problem in check("model", text))
+
+
+# Learned coefficients -------------------------------------------------------------------------
+
+
+def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
+    for key in ("base_model", "vectors", "coefficients"):
+        if found.get(key) is None or (key == "base_model" and found[key] == ""):
+            yield f": key '{key}' is missing; merge_method atlas needs it"
+    for key in ("models", "slices", "parameters"):
+        if key in found:
+            yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
+    if found.get("vectors") == []:
+        yield ".vectors: names no task vector"
+    if found.get("linearised") is True:
+        yield (
+            ".linearised: these coefficients were learned for the first-order expansion of "
+            "the model, and no merged weights compute that; learn them without --linearised"
+        )
+    if found.get("scope", "visual") not in SCOPES:
+        yield f".scope: expected visual, text or all, found {found['scope']!r}"
+    kind = found.get("granularity", "block")
+    if isinstance(kind, str) and not find_granularity(kind):
+        yield f".granularity: expected {granularity_labels()}, found {kind!r}"
+    yield from _file_problems(found, check)
+
+
+def _file_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
+    entries = found.get("vectors")
+    for entry in entries if isinstance(entries, list) else []:
+        file = entry.get("file") if isinstance(entry, dict) else entry
+        if isinstance(file, str):
+            yield from (f".vectors: {problem}" for problem in check("vector", file))
+    table = found.get("coefficients")
+    if isinstance(table, str) and not Path(table).expanduser().is_file():
+        yield f".coefficients: no such file: {table}"
+    if isinstance(table, dict):
+        numbers = {
+            vector: {label: value for label, value in row.items() if isinstance(value, float)}
+            for vector, row in table.items()
+            if isinstance(row, dict)
+        }
+        yield from table_problems(numbers, ".coefficients")
 
 
 # Models ---------------------------------------------------------------------------------------
 
 
-def _model_problems(found: Mapping[str, Any], row: MergeMethod | None, where: str) -> Iterator[str]:
+def _model_problems(
+    found: Mapping[str, Any], row: MergeMethod | None, check: SourceCheck
+) -> Iterator[str]:
     for key in _OURS:
         if key in found:
-            yield f"{where}: '{key}' belongs to merge_method atlas"
-    if ("models" in found) == ("slices" in found):
-        yield f"{where}: expected either 'models' or 'slices'"
+            yield f": '{key}' belongs to merge_method atlas"
+    neither = found.get("models") is None and found.get("slices") is None
+    if neither or ("models" in found) == ("slices" in found):
+        yield ": expected either 'models' or 'slices'"
     entries = found.get("models")
-    place, levels = f"{where}.models", [(found.get("parameters"), f"{where}.parameters")]
+    place, levels = ".models", [(found.get("parameters"), ".parameters")]
     base = found.get("base_model")
     if "models" not in found and isinstance(found.get("slices"), list):
-        yield from _slice_problems(found["slices"], f"{where}.slices")
+        yield from _slice_problems(found["slices"], ".slices")
         first = found["slices"][0] if found["slices"] else None
         if isinstance(first, dict):
-            place, entries = f"{where}.slices[0].sources", first.get("sources")
-            levels.insert(0, (first.get("parameters"), f"{where}.slices[0].parameters"))
+            place, entries = ".slices[0].sources", first.get("sources")
+            levels.insert(0, (first.get("parameters"), ".slices[0].parameters"))
             base = first.get("base_model") or base
-            yield from _reference_problems(first.get("base_model"), f"{where}.slices[0].base_model")
+            yield from _reference_problems(first.get("base_model"), ".slices[0].base_model", check)
     listed = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
     for number, entry in enumerate(listed):
-        yield from _reference_problems(entry.get("model"), f"{place}[{number}].model")
+        yield from _reference_problems(entry.get("model"), f"{place}[{number}].model", check)
     if row is not None and isinstance(entries, list):
-        yield from _number_problems(listed, base, row, f"{place}")
+        yield from _number_problems(listed, base, row, place)
         yield from _value_problems(listed, base, row, place, levels)
     if row is not None and row.base == "must" and base is None:
-        yield f"{where}: key 'base_model' is missing; {found['merge_method']} needs it"
+        yield f": key 'base_model' is missing; {found['merge_method']} needs it"
 
 
 def _slice_problems(slices: list[Any], where: str) -> Iterator[str]:

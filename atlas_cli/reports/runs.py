@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
-from atlas_cli.recipes.coefficients import Table, problems_of
-from atlas_cli.recipes.reading import LearnedRecipe, read_recipe
+from atlas_cli.recipes.coefficients import Table, table_problems
+
+if TYPE_CHECKING:
+    from atlas_cli.recipes.merge import LearnedRecipe
 
 _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
 _LARGE = "coefficients.safetensors"
@@ -82,7 +84,7 @@ def read_run(folder: Path) -> Run:
         raise UsageError(f"{folder}: holds no run; it is the folder that -o DIR of fit has named")
     config = _read_json(folder / _CONFIG)
     recipe = _read_text(folder / _RECIPE)
-    table = _table_of(read_recipe(LearnedRecipe, recipe, str(folder)), folder) if recipe else {}
+    table = _table_of(read_learned(recipe, str(folder)), folder) if recipe else {}
     result = _read_json(folder / _RESULT)
     tasks = _tasks(config, folder / _CONFIG)
     try:
@@ -100,7 +102,7 @@ def read_coefficients(text: str, where: str) -> Run:
     Raises UsageError, in which `where` names the text.
     """
     if not text.lstrip().startswith("{"):
-        recipe = read_recipe(LearnedRecipe, text, where)
+        recipe = read_learned(text, where)
         return Run(where, _table_of(recipe, Path(where).parent), text)
     try:
         found = json.loads(text)
@@ -139,6 +141,14 @@ def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
     return _checked(found, str(path))
 
 
+def read_learned(text: str, where: str) -> LearnedRecipe:
+    """Read a learned recipe. Raises UsageError with one line for every problem found."""
+    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.model import read_recipe
+
+    return read_recipe(LearnedRecipe, text, where)
+
+
 def _table_of(recipe: LearnedRecipe, folder: Path) -> Table:
     """The coefficients of a recipe; a large table is in a file beside it."""
     if isinstance(recipe.coefficients, dict):
@@ -150,7 +160,7 @@ def _table_of(recipe: LearnedRecipe, folder: Path) -> Table:
 
 
 def _checked(table: Table, where: str) -> Table:
-    if problems := problems_of(table, where):
+    if problems := table_problems(table, where):
         raise UsageError(problems[0])
     return table
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
 from atlas_cli.recipes.coefficients import summarise
-from atlas_cli.recipes.reading import LearnedRecipe, read_recipe
+from atlas_cli.reports.runs import read_learned
 
 if TYPE_CHECKING:
     from atlas_cli.models.folders import ModelFacts
     from atlas_cli.recipes.coefficients import Table
+    from atlas_cli.recipes.merge import LearnedRecipe
     from atlas_cli.reports.runs import Run
     from atlas_cli.vectors.describe import BlockFacts, Comparison, KindFacts, Matrix, VectorFacts
 
@@ -305,7 +306,7 @@ def _cosine(value: float | None) -> str:
 def coefficient_facts(run: Run) -> dict[str, object]:
     """The learned recipe, or the coefficients if there is none, with a summary; for --json."""
     recipe = _recipe(run)
-    found = {"recipe": dataclasses.asdict(recipe)} if recipe else {"coefficients": run.table}
+    found = {"recipe": recipe.model_dump()} if recipe else {"coefficients": run.table}
     summary = [dataclasses.asdict(row) for row in summarise(run.table)]
     return {"atlas": __version__, **found, "summary": summary}
 
@@ -339,4 +340,4 @@ def coefficient_table(run: Run) -> Captioned:
 
 
 def _recipe(run: Run) -> LearnedRecipe | None:
-    return read_recipe(LearnedRecipe, run.recipe, run.name) if run.recipe else None
+    return read_learned(run.recipe, run.name) if run.recipe else None

@@ -65,6 +65,22 @@ def parse_reference(text: str) -> Reference:
     return _parse_hub(text, text)
 
 
+def source_problems(kind: Literal["model", "vector"], text: str) -> list[str]:
+    """What is wrong with a reference to a model, or MODEL+ADAPTER, or to a task vector."""
+    if kind == "vector":
+        try:
+            return [] if vector_file(text).is_file() else [f"no such task vector: {text}"]
+        except UsageError as problem:
+            return [str(problem)]
+    problems = []
+    for part in [text] if Path(text).exists() else text.rsplit("+", 1):  # a path may have a + in it
+        try:
+            parse_reference(part)
+        except UsageError as problem:
+            problems.append(str(problem))
+    return problems
+
+
 def _parse_path(text: str, path: str) -> Reference:
     local = Path(path).expanduser()
     if not local.exists():

@@ -15,7 +15,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
-from atlas_cli.datasets.dataset import open_dataset
+from atlas_cli.datasets.dataset import open_dataset, plain_name
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.run import Inputs
@@ -23,7 +23,8 @@ from atlas_cli.learning.selection import hold_out
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
-from atlas_cli.recipes.finetune import EPOCHS, FinetuneRecipe, epochs_of, finetune_recipe, warmup_of
+from atlas_cli.recipes.finetune import EPOCHS, FinetuneRecipe, epochs_of, warmup_of
+from atlas_cli.recipes.model import check_recipe
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 
@@ -141,27 +142,28 @@ def test_the_rate_rises_and_then_falls_along_half_a_cosine():
 
 @pytest.mark.parametrize(("steps", "rise"), [(400, 40), (20000, 500), (5, 0)])
 def test_the_rate_rises_for_500_steps_but_for_a_tenth_at_most(steps: int, rise: int):
-    assert warmup_of(finetune_recipe({"data": ["a"], "model": "b"}), steps) == rise
+    assert warmup_of(check_recipe(FinetuneRecipe, {"data": ["a"], "model": "b"}), steps) == rise
 
 
 def test_epochs_are_those_of_the_published_vectors_by_name():
-    recipe = finetune_recipe({"data": ["a"], "model": "b"})
-    assert [epochs_of(recipe, name) for name in ("DTDVal", "Cars", "SUN397")] == [76, 35, 14]
+    recipe = check_recipe(FinetuneRecipe, {"data": ["a"], "model": "b"})
+    names = [plain_name(name) for name in ("DTDVal", "Cars", "SUN397")]
+    assert [epochs_of(recipe, name) for name in names] == [76, 35, 14]
     assert epochs_of(recipe, "photos") == 10
-    assert epochs_of(dataclasses.replace(recipe, epochs=3), "Cars") == 3
+    assert epochs_of(recipe.model_copy(update={"epochs": 3}), "cars") == 3
     assert len(EPOCHS) == 22
 
 
 def test_adapters_learn_faster_unless_told_otherwise():
     keys = {"data": ["a"], "model": "b", "lora": 4}
-    assert finetune_recipe(keys).lr == 1e-3
-    assert finetune_recipe({**keys, "lr": 1e-5}).lr == 1e-5
+    assert check_recipe(FinetuneRecipe, keys).lr == 1e-3
+    assert check_recipe(FinetuneRecipe, {**keys, "lr": 1e-5}).lr == 1e-5
 
 
 def test_every_wrong_key_is_told_at_once():
     wrong = {"tune": "head", "select": "x", "lora": 0, "warmup": -1, "lr": math.nan, "steps": 1}
     with pytest.raises(UsageError) as problem:
-        finetune_recipe({"data": [], "model": "b", "epochs": 1, **wrong}, "--")
+        check_recipe(FinetuneRecipe, {"data": [], "model": "b", "epochs": 1, **wrong}, "--")
     told = [line.partition(":")[0] for line in str(problem.value).splitlines()]
     assert sorted(told) == sorted(["--data", *(f"--{key}" for key in wrong), "--lora"])
 

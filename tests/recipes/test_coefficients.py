@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_cli.recipes.coefficients import problems_of, summarise, to_table
+from atlas_cli.recipes.coefficients import summarise, table_problems, to_table
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -48,11 +48,11 @@ def test_a_learned_tenth_is_written_as_a_tenth():
 
 def test_numbers_that_are_not_finite_are_named_with_their_place():
     table = {"cars": {"a": math.nan, "b": 1.0}, "dogs": {"a": -math.inf}}
-    assert problems_of(table, "recipe.coefficients") == [
+    assert table_problems(table, "recipe.coefficients") == [
         "recipe.coefficients.cars.a: nan is not a finite number",
         "recipe.coefficients.dogs.a: -inf is not a finite number",
     ]
-    assert problems_of({"cars": {"a": 0.0}}, "x") == []
+    assert table_problems({"cars": {"a": 0.0}}, "x") == []
 
 
 def test_a_vector_is_summed_up_by_its_mean_size_range_and_largest_block():

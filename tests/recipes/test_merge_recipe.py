@@ -13,14 +13,20 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.merge import MergeRecipe, read_merge, split_adapter
+from atlas_cli.recipes.merge import Merge, MergeRecipe, split_adapter
+from atlas_cli.recipes.merge import read_merge as read_with
 from atlas_cli.recipes.merge_parameters import METHODS, depths_of, resolve, value_of
-from atlas_cli.recipes.merge_schema import KEYS, default_text, json_schema
+from atlas_cli.recipes.schema import default_text, key_table, merge_schema
+from atlas_cli.sources.references import source_problems
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = "builtin:tiny"
 ONE = "parameters: {weight: 1}"
 TWO = f"models: [{{model: builtin:tiny, {ONE}}}, {{model: ./m, {ONE}}}]"
+
+
+def read_merge(text: str) -> Merge:
+    return read_with(text, check_source=source_problems)
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +226,18 @@ BROKEN = {
         "merge_method: atlas\nbase_model: ./m\nvectors: []\ncoefficients: {}\nlinearised: true",
         ["learned for the first-order expansion", "recipe.vectors: names no task vector"],
     ),
+    "vectors that are no list": (
+        "merge_method: atlas\nbase_model: builtin:tiny\nvectors: 3\ncoefficients: {}",
+        ["recipe.vectors: expected a list, found int"],
+    ),
+    "models that are null": (
+        "merge_method: linear\nmodels: null",
+        ["expected either 'models' or 'slices'"],
+    ),
+    "a base without a name": (
+        "merge_method: atlas\nbase_model: ''\nvectors: [builtin:letters]\ncoefficients: {}",
+        ["key 'base_model' is missing; merge_method atlas needs it"],
+    ),
     "coefficients elsewhere": (
         f"merge_method: linear\n{TWO}\ncoefficients: {{}}",
         ["belongs to merge_method atlas"],
@@ -269,7 +287,7 @@ def test_broken_recipes_end_with_code_2_and_all_lines_without_torch_in_half_a_se
 
 
 def test_the_schema_has_the_keys_of_the_recipe():
-    assert [*json_schema()["properties"]] == [*MergeRecipe.__dataclass_fields__]
+    assert [*merge_schema()["properties"]] == [*MergeRecipe.model_fields]
 
 
 def section() -> str:
@@ -279,9 +297,8 @@ def section() -> str:
 
 def test_every_key_is_explained_as_in_the_schema():
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (.+) \|$", section(), re.MULTILINE)
-    assert [row for row in rows if row[0] in KEYS] == [
-        (key, kind, meaning) for key, (kind, _, meaning) in KEYS.items()
-    ]
+    keys = key_table(MergeRecipe)
+    assert [row for row in rows if row[0] in keys] == [(key, *row) for key, row in keys.items()]
 
 
 def test_every_method_and_every_parameter_is_listed():
@@ -298,4 +315,4 @@ def test_every_method_and_every_parameter_is_listed():
 def test_the_schema_is_printed_as_json(call):
     result = call("merge", "--schema")
     assert result.code == 0
-    assert json.loads(result.out) == json_schema()
+    assert json.loads(result.out) == merge_schema()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import struct
@@ -19,17 +18,11 @@ from atlas_cli.recipes.learning import (
     AddRecipe,
     FitRecipe,
     NegateRecipe,
-    learning_recipe,
-    parse_penalty,
-    parse_shots,
 )
-from atlas_cli.recipes.reading import (
-    LearnedRecipe,
-    VectorEntry,
-    parse_bytes,
-    read_recipe,
-    write_recipe,
-)
+from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
+from atlas_cli.recipes.model import check_recipe, read_recipe
+from atlas_cli.recipes.reading import write_recipe
+from atlas_cli.recipes.values import parse_bytes, parse_penalty, parse_shots
 
 # Recipes of fit -------------------------------------------------------------------------------
 
@@ -78,36 +71,36 @@ def test_a_wrong_value_of_negate_or_add_is_reported_with_its_key(key: str):
     schema, value, message = OWN[key]
     control = {"control": "c"} if schema is NegateRecipe else {}
     with pytest.raises(UsageError) as problem:
-        learning_recipe(schema, {**SEVERAL, **control, key: value}, "--")
+        check_recipe(schema, {**SEVERAL, **control, key: value}, "--")
     assert str(problem.value) == f"--{key}: {message}"
 
 
 def test_entropy_has_the_defaults_of_adamerging_and_what_is_given_wins():
-    recipe = learning_recipe(AddRecipe, {**SEVERAL, "objective": "entropy", "lr": 0.5})
+    recipe = check_recipe(AddRecipe, {**SEVERAL, "objective": "entropy", "lr": 0.5})
     assert recipe.lr == 0.5
     assert (recipe.init, recipe.clamp, recipe.weight_decay) == (0.3, "0:1", 0.0)
     assert all(getattr(recipe, key) == value for key, value in ADAMERGING.items() if key != "lr")
 
 
 def test_isotropic_is_one_coefficient_for_each_vector():
-    assert learning_recipe(AddRecipe, {**SEVERAL, "method": "isotropic"}).granularity == "vector"
+    assert check_recipe(AddRecipe, {**SEVERAL, "method": "isotropic"}).granularity == "vector"
 
 
 def test_the_defaults_of_a_fit_are_right():
-    assert learning_recipe(FitRecipe, FIT) == FitRecipe(**FIT)
+    assert check_recipe(FitRecipe, FIT) == FitRecipe(**FIT)
 
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_wrong_value_of_a_fit_is_reported_with_its_key(key: str):
     value, message = WRONG[key]
     with pytest.raises(UsageError) as problem:
-        learning_recipe(FitRecipe, {**FIT, key: value}, "--")
+        check_recipe(FitRecipe, {**FIT, key: value}, "--")
     assert str(problem.value) == f"--{key}: {message}"
 
 
 def test_all_wrong_values_of_a_fit_are_reported_at_once():
     with pytest.raises(UsageError) as problem:
-        learning_recipe(FitRecipe, {**FIT, **{key: value for key, (value, _) in WRONG.items()}})
+        check_recipe(FitRecipe, {**FIT, **{key: value for key, (value, _) in WRONG.items()}})
     assert str(problem.value).splitlines() == [f"{k}: {text}" for k, (_, text) in WRONG.items()]
 
 
@@ -115,11 +108,11 @@ def test_all_wrong_values_of_a_fit_are_reported_at_once():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_rate_that_is_not_finite_is_refused(key: str, value: float):
     with pytest.raises(UsageError, match=f"^{key}: expected"):
-        learning_recipe(FitRecipe, {**FIT, key: value})
+        check_recipe(FitRecipe, {**FIT, key: value})
 
 
 def test_a_clip_that_is_infinite_clips_nothing_and_is_right():
-    learning_recipe(FitRecipe, {**FIT, "clip": math.inf})
+    check_recipe(FitRecipe, {**FIT, "clip": math.inf})
 
 
 @pytest.mark.parametrize(
@@ -128,13 +121,13 @@ def test_a_clip_that_is_infinite_clips_nothing_and_is_right():
 )
 def test_shots_are_a_number_a_fraction_or_all(text: str | int | float, shots: object):
     assert parse_shots(text) == shots
-    learning_recipe(FitRecipe, {**FIT, "shots": text})
+    check_recipe(FitRecipe, {**FIT, "shots": text})
 
 
 @pytest.mark.parametrize("text", [0, -1, 1.5, "1.5", "", "half", "nan", "inf", math.nan, math.inf])
 def test_other_shots_are_refused(text: str | int | float):
     with pytest.raises(UsageError, match=r"^shots: expected"):
-        learning_recipe(FitRecipe, {**FIT, "shots": text})
+        check_recipe(FitRecipe, {**FIT, "shots": text})
 
 
 @pytest.mark.parametrize(
@@ -209,7 +202,7 @@ SHA = "ab" * 32
 LEARNED = LearnedRecipe(
     merge_method="atlas",
     base_model="builtin:tiny",
-    vectors=[VectorEntry("cars", "v/cars.safetensors", SHA)],
+    vectors=[VectorEntry(name="cars", file="v/cars.safetensors", sha256=SHA)],
     coefficients={"cars": {"visual.proj": 0.25}},
 )
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
@@ -248,7 +241,7 @@ def test_a_table_comes_back_exactly_whatever_its_names_and_numbers(table: dict):
         vector: to_table([vector], list(row), [values])[vector]
         for (vector, row), values in zip(table.items(), rows, strict=True)
     }
-    found = round_trip(dataclasses.replace(LEARNED, coefficients=tidy))
+    found = round_trip(LEARNED.model_copy(update={"coefficients": tidy}))
     assert found.coefficients == tidy
     for row, wanted in zip(found.coefficients.values(), rows, strict=True):
         assert [struct.pack("f", value) for value in row.values()] == [
@@ -261,7 +254,14 @@ def test_names_and_paths_come_back_exactly(
     base: str, name: str, file: str, groups: list[str], seed: int
 ):
     recipe = LearnedRecipe(
-        "atlas", base, [VectorEntry(name, file, SHA)], file, "qkv", groups, True, "visual", seed
+        merge_method="atlas",
+        base_model=base,
+        vectors=[VectorEntry(name=name, file=file, sha256=SHA)],
+        coefficients=file,
+        granularity="qkv",
+        groups=groups,
+        linearised=True,
+        seed=seed,
     )
     assert round_trip(recipe) == recipe
 
@@ -271,15 +271,14 @@ def test_names_and_paths_come_back_exactly(
     ["on", "null", "1e3", "0x1F", "<<", "=", "~", "2026-11-16", "1:30", "a: b", "- a", "#", ""],
 )
 def test_names_that_yaml_takes_for_something_else_stay_names(name: str):
-    recipe = dataclasses.replace(
-        LEARNED, vectors=[VectorEntry(name, name, name)], coefficients={name: {name: 1e-07}}
-    )
+    entry = VectorEntry(name=name, file=name, sha256=name)
+    recipe = LEARNED.model_copy(update={"vectors": [entry], "coefficients": {name: {name: 1e-07}}})
     assert round_trip(recipe) == recipe
 
 
 def test_a_table_of_the_largest_size_that_is_kept_as_text_is_read():
     table = {f"v{n}": {f"block {b}": b / 7 for b in range(MANY // 10)} for n in range(10)}
-    recipe = dataclasses.replace(LEARNED, coefficients=table)
+    recipe = LEARNED.model_copy(update={"coefficients": table})
     assert round_trip(recipe).coefficients == table
 
 
@@ -317,7 +316,7 @@ def test_a_table_of_the_largest_size_that_is_kept_as_text_is_read():
     ],
 )
 def test_a_wrong_type_in_a_learned_recipe_is_named_with_its_path(change: dict, message: str):
-    found = yaml.safe_dump({**dataclasses.asdict(LEARNED), **change})
+    found = yaml.safe_dump({**LEARNED.model_dump(), **change})
     with pytest.raises(UsageError) as problem:
         read_recipe(LearnedRecipe, found)
     assert str(problem.value).startswith(message)

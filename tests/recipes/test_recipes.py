@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -10,10 +9,18 @@ import pytest
 
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe, TtaRecipe
-from atlas_cli.recipes.merge import read_merge
+from atlas_cli.recipes.learning import (
+    AddRecipe,
+    EvalRecipe,
+    FitRecipe,
+    LearnRecipe,
+    NegateRecipe,
+    TtaRecipe,
+)
+from atlas_cli.recipes.merge import LearnedRecipe, read_merge
 from atlas_cli.recipes.merge_parameters import METHODS
-from atlas_cli.recipes.reading import EvalRecipe, LearnedRecipe, read_recipe
+from atlas_cli.recipes.model import read_recipe
+from atlas_cli.recipes.schema import json_schema, key_table
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe}
@@ -41,12 +48,27 @@ def test_every_key_is_explained():
     _, *sections = (ROOT / "recipes/README.md").read_text().split("\n## ")
     sections = [text for text in sections if not text.startswith("`atlas merge`")]
     schemas = (EvalRecipe, FinetuneRecipe, LearnRecipe, *LEARNING, LearnedRecipe)
-    shared = {field.name for field in dataclasses.fields(LearnRecipe)}
     for section, schema in zip(sections, schemas, strict=True):
         keys, _, _ = section.partition("\n\nSelection")
-        explained = re.findall(r"^\| `(\w+)` \|", keys, re.MULTILINE)
-        own = [field.name for field in dataclasses.fields(schema)]
-        assert explained == [name for name in own if schema not in LEARNING or name not in shared]
+        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (.+) \|$", keys, re.MULTILINE)
+        shared = LearnRecipe.model_fields if schema in LEARNING else ()
+        own = {key: row for key, row in key_table(schema).items() if key not in shared}
+        assert rows == [(key, *row) for key, row in own.items()]
+
+
+def test_the_json_schema_of_a_recipe_has_ranges_choices_and_defaults():
+    keys = json_schema(TtaRecipe)["properties"]
+    assert [*keys] == [*TtaRecipe.model_fields]
+    rate = "Learning rate of AdamW; 0.03, for LayerNorms 0.003, for `sar` 0.3."
+    assert keys["lr"] == {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": rate,
+        "default": 0.03,
+    }
+    assert keys["select"]["enum"] == ["guard", "last"]
+    assert keys["trusted_per_class"]["minimum"] == 1
+    assert json_schema(FitRecipe)["required"] == ["model", "vectors", "data"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,357 @@
+"""Recipes as pydantic models, and what pydantic finds wrong with one in our own sentences.
+
+A model declares types, checks (`Check`), defaults and meanings; its JSON Schema follows from these.
+All that is wrong is reported at once, one line for each problem. Importing pydantic takes a tenth
+of a second, so a command imports recipes when it reads one, not to show its help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+
+from atlas_cli.errors import UsageError, nearest
+from atlas_cli.recipes.reading import parse_mapping
+
+_KIND, _VALUE, _FINITE, _CONFLICT = "kind", "value", "finite", "conflict"
+
+
+# What fields are made of ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """A check beyond the type, for `Annotated`: gives what is wrong with a value, or None.
+
+    `schema` says the same in JSON Schema, as far as that is possible; it is called when a schema is
+    asked for, since plugins may add names.
+    """
+
+    problem: Callable[[Any], str | None] = lambda value: None
+    schema: Callable[[], Mapping[str, Any]] = dict
+    kind: str = _VALUE
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), **self.schema()}
+
+    def _checked(self, value: Any) -> Any:
+        if text := self.problem(value):
+            raise _error(self.kind, text)
+        return value
+
+
+def expect(holds: Callable[[Any], bool], expected: str, **schema: Any) -> Check:
+    """A check whose message is what is expected, and the value that was found."""
+    return Check(
+        lambda value: None if holds(value) else f"{expected}, found {value!r}", lambda: schema
+    )
+
+
+def one_of(words: Sequence[str], expected: str | None = None) -> Check:
+    """A check for one of some words, which the message lists."""
+    listed = expected or f"{', '.join(words[:-1])} or {words[-1]}"
+    return expect(lambda value: value in words, f"expected {listed}", enum=[*words])
+
+
+def in_schema(**schema: Any) -> Check:
+    """No check, but a part of the JSON Schema: what depends on other keys is checked elsewhere."""
+    return Check(schema=lambda: schema)
+
+
+def about(meaning: str) -> FieldInfo:
+    """What a key means, for the JSON Schema and recipes/README.md."""
+    return Field(description=meaning)  # type: ignore[no-any-return]
+
+
+def wrong_kind(expected: str) -> PydanticCustomError:
+    """The error for a value of the wrong type where several types are right."""
+    return _error(_KIND, expected)
+
+
+def _error(kind: str, text: str) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{text}", {"text": text})
+
+
+class _AsGiven:
+    """A number stays as it is written: 1 is not 1.0, in messages, in YAML and in config.json."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, check: (check(value), value)[1],
+            handler(source),
+            serialization=core_schema.simple_ser_schema("any"),
+        )
+
+
+def _check_scalar(value: Any) -> Any:
+    if type(value) not in (str, int, float):
+        raise wrong_kind("str or int or float")
+    return value
+
+
+def _tag(value: Any) -> str:
+    return TABLE.tag if isinstance(value, dict) else TEXT.tag if isinstance(value, str) else ""
+
+
+AS_GIVEN = _AsGiven()
+Number = Annotated[float, AS_GIVEN]
+Scalar = Annotated[str | int | float, BeforeValidator(_check_scalar)]
+ABOVE_0, AT_LEAST_0 = Field(gt=0), Field(ge=0)
+FINITE = Check(
+    lambda value: "expected a finite number, found inf" if value == math.inf else None, kind=_FINITE
+)
+Positive = Annotated[int, ABOVE_0]
+Seed = Annotated[int, AT_LEAST_0]
+Rate = Annotated[float, ABOVE_0, AS_GIVEN, FINITE]
+Decay = Annotated[float, AT_LEAST_0, AS_GIVEN, FINITE]
+TABLE, TEXT = Tag("\0table"), Tag("\0text")  # no key of a recipe has a NUL in it
+TABLE_OR_TEXT = Discriminator(
+    _tag, custom_error_type=_KIND, custom_error_message="keys and values or str"
+)
+
+
+class Entry(BaseModel):
+    """A part of a recipe: strict types, no other keys, and no changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Recipe(Entry):
+    """What a command is told."""
+
+    # Keys in the order in which problems with their values are reported; else as declared. For a
+    # key that is listed twice, the second place is that of a number out of range.
+    order: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The keys, and those that other keys bring with them. Values may be of any type."""
+        return found
+
+    @classmethod
+    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
+        """What is wrong with values together: a key and a message. Values may be of any type.
+
+        A conflict takes the place of what is wrong with the same value alone. Without a key, the
+        message begins with the path of the value, such as `.models[0]: `.
+        """
+        return iter(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_together(
+        cls, found: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo
+    ) -> Recipe:
+        if not isinstance(found, dict):
+            return handler(found)
+        found = cls.completed(found)
+        lines = [
+            InitErrorDetails(
+                type=_error(_CONFLICT, text), loc=(key,) if key else (), input=found.get(key)
+            )
+            for key, text in cls.conflicts(found, info.context)
+        ]
+        try:
+            recipe = handler(found)
+        except ValidationError as problem:
+            lines = [*map(_again, problem.errors(include_url=False)), *lines]
+        if lines:
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        return recipe
+
+
+def _again(error: ErrorDetails) -> InitErrorDetails:
+    """An error as it is given to pydantic."""
+    kind, context = error["type"], error.get("ctx", {})
+    own = kind in (_KIND, _VALUE, _FINITE)
+    given = _error(kind, context.get("text") or error["msg"]) if own else kind
+    return InitErrorDetails(type=given, loc=error["loc"], input=error["input"], ctx=context)
+
+
+# Reading --------------------------------------------------------------------------------------
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def read_recipe(
+    schema: type[AnyRecipe],
+    text: str,
+    where: str = "recipe",
+    flags: Mapping[str, Any] | None = None,
+) -> AnyRecipe:
+    """Read a recipe, and lay flags over its keys.
+
+    Raises UsageError with one line for every key that is unknown or missing and every value of the
+    wrong type; if there are none, for every other problem.
+    """
+    found = parse_mapping(text, where)
+    if lines := problems_of(schema, found, where).structure:
+        raise UsageError("\n".join(lines))
+    return check_recipe(schema, {**found, **(flags or {})})
+
+
+def check_recipe(schema: type[AnyRecipe], found: Mapping[str, Any], prefix: str = "") -> AnyRecipe:
+    """A recipe of keys. Raises UsageError with every problem; `prefix` goes before their names."""
+    try:
+        return schema.model_validate(dict(found))
+    except ValidationError as problem:
+        lines = _sentences(problem.errors(include_url=False), schema, found, "recipe", prefix)
+        raise UsageError("\n".join(lines.structure or lines.values)) from None
+
+
+class Problems(NamedTuple):
+    """Keys that are unknown or missing and wrong types; and what is wrong beyond that."""
+
+    structure: list[str]
+    values: list[str]
+
+
+def problems_of(
+    schema: type[Recipe], found: Mapping[Any, Any], where: str, context: Any = None
+) -> Problems:
+    """All that is wrong with the keys of a recipe."""
+    try:
+        schema.model_validate(dict(found), context=context)
+    except ValidationError as problem:
+        return _sentences(problem.errors(include_url=False), schema, found, where, f"{where}.")
+    return Problems([], [])
+
+
+# Sentences ------------------------------------------------------------------------------------
+
+_TYPES = {
+    "string_type": "str",
+    "int_type": "int",
+    "float_type": "float",
+    "bool_type": "bool",
+    "list_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+}
+_KEY = "[key]"  # how pydantic says that the key is meant, not its value
+_UNKNOWN = {"extra_forbidden", "invalid_key", "string_unicode"}
+_STRUCTURE = {*_TYPES, *_UNKNOWN, "missing", _KIND}
+
+
+def _sentences(
+    errors: Sequence[ErrorDetails],
+    schema: type[Recipe],
+    found: Mapping[Any, Any],
+    where: str,
+    prefix: str,
+) -> Problems:
+    structure = [error for error in errors if error["type"] in _STRUCTURE]
+    values = [error for error in errors if error["type"] not in _STRUCTURE]
+    taken = {error["loc"] for error in values if error["type"] == _CONFLICT}
+    values = [e for e in values if e["type"] != _VALUE or e["loc"] not in taken]
+    if schema.order:
+        values.sort(key=lambda error: _place(error, schema.order))
+    return Problems(
+        [_structure(error, schema, found, where) for error in _unknown_first(structure)],
+        [
+            f"{prefix}{_path(found, e['loc'])[1:]}: {_value(e)}" if e["loc"] else where + _value(e)
+            for e in values
+        ],
+    )
+
+
+def _place(error: ErrorDetails, order: Sequence[str]) -> int:
+    key = str(error["loc"][0])
+    if error["type"] == _FINITE:  # after all others
+        return len(order) + order.index(key)
+    if error["type"] in (_VALUE, _CONFLICT):
+        return order.index(key)
+    return len(order) - 1 - order[::-1].index(key)
+
+
+def _unknown_first(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Errors as pydantic has them, but unknown keys before the other problems of their table."""
+    first: dict[tuple[int | str, ...], int] = {}
+
+    def place(number: int, error: ErrorDetails) -> list[tuple[bool, int]]:
+        loc = error["loc"][:-1] if error["loc"][-1:] == (_KEY,) else error["loc"]
+        paths = [loc[: depth + 1] for depth in range(len(loc))]
+        known = [True] * len(loc[1:]) + [error["type"] not in _UNKNOWN]
+        return [(k, first.setdefault(path, number)) for k, path in zip(known, paths, strict=False)]
+
+    placed = [(place(number, error), error) for number, error in enumerate(errors)]
+    return [error for _, error in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _structure(
+    error: ErrorDetails, schema: type[Recipe], found: Mapping[Any, Any], where: str
+) -> str:
+    kind, loc, value = error["type"], error["loc"], error["input"]
+    if kind == "missing":
+        return f"{where}{_path(found, loc[:-1])}: key '{loc[-1]}' is missing"
+    if kind in _UNKNOWN:
+        key = loc[-1] if kind == "extra_forbidden" else value
+        table = loc if kind == "string_unicode" else loc[:-1]
+        close = nearest(str(key), _entry_at(schema, table).model_fields)
+        return f"{where}{_path(found, table)}: unknown key '{key}'{close}"
+    if loc[-1] == _KEY and not isinstance(value, str):
+        path = _path(found, loc[:-1])
+        return f"{where}{path}: expected a name, found {type(value).__name__}; quote it"
+    expected = _TYPES.get(kind) or error.get("ctx", {}).get("text") or error["msg"]
+    return f"{where}{_path(found, loc)}: expected {expected}, found {type(value).__name__}"
+
+
+def _value(error: ErrorDetails) -> str:
+    context = error.get("ctx", {})
+    if error["type"] == "greater_than":
+        return f"expected more than {context['gt']:g}, found {error['input']}"
+    if error["type"] == "greater_than_equal":
+        return f"expected {context['ge']:g} or more, found {error['input']}"
+    return str(context["text"])
+
+
+def _path(found: Any, loc: Iterable[int | str]) -> str:
+    """Where a value is, such as .models[0].model. Names of types are no part of it."""
+    path = ""
+    for item in loc:
+        if str(item).startswith("\0"):
+            continue
+        if isinstance(found, list):
+            path, found = f"{path}[{item}]", found[int(item)]
+            continue
+        table = found if isinstance(found, dict) else {}
+        # pydantic shows a key that is no text in its own way: True as 1, a date by its repr.
+        key = next((k for k in table if k == item or repr(k) == item), item)
+        path, found = f"{path}.{key}", table.get(key)
+    return path
+
+
+def _entry_at(schema: type[Entry], loc: Iterable[int | str]) -> type[Entry]:
+    """The model whose keys are at a place of a recipe."""
+    for item in loc:
+        if item in schema.model_fields:
+            inside = _entries_in(schema.model_fields[str(item)].annotation)
+            schema = next(inside, schema)
+    return schema
+
+
+def _entries_in(annotation: Any) -> Iterator[type[Entry]]:
+    if isinstance(annotation, type) and issubclass(annotation, Entry):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _entries_in(argument)
