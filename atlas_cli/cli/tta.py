@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from atlas_cli.cli.options import (
     learning_command,
     run_learning,
 )
+from atlas_cli.cli.process import ignore_interrupts, interrupted_once
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import (
     Event,
@@ -169,7 +170,7 @@ class OnlineListener:
     """
 
     def __init__(self) -> None:
-        self._before: Any = None
+        self._training = ExitStack()
 
     def __call__(self, event: Event) -> None:
         """Print what was predicted."""
@@ -177,13 +178,13 @@ class OnlineListener:
             case Warned(text):
                 console.warn(text)
             case TrainingStarted():
-                self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
+                self._training.enter_context(interrupted_once())
             case Predicted(image, prediction, probability, error):
                 row: dict[str, object] = {"image": image, "error": error}
                 if error is None:
                     row = {"image": image, "prediction": prediction, "probability": probability}
                 console.write(json.dumps(row, ensure_ascii=False) + "\n")
             case Saving():
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                ignore_interrupts()
             case TrainingEnded():
-                signal.signal(signal.SIGINT, self._before)
+                self._training.close()
