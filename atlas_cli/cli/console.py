@@ -1,4 +1,4 @@
-"""What commands read from stdin."""
+"""The terminal and the pipes: results on stdout, messages and progress on stderr, and stdin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
-    """Draw rows on the terminal behind stdout. A column with nothing in it is left out."""
+    """Draw rows on the terminal. A column in which every cell is empty is left out."""
     from rich.console import Console
 
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
@@ -57,7 +57,7 @@ def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
 
 
 def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
-    """What a column needs: a number is never cut, a text is folded."""
+    """The least width of a column: numbers are never cut, text is folded."""
     widest = max(len(text) for text in (name, *(row[name] for row in rows)))
     return widest if _is_numeric(name, rows) else min(widest, _FOLDED)
 
@@ -104,7 +104,7 @@ def _below_each_other(
 
 
 def write(text: str) -> None:
-    """Write text to stdout, all of it or an error."""
+    """Write text to stdout. Raises AtlasError unless all of it is written."""
     with _stdout() as stdout:
         for start in range(0, len(text), _PIECE):  # a reader that left is noticed between pieces
             stdout.write(text[start : start + _PIECE])
@@ -112,7 +112,7 @@ def write(text: str) -> None:
 
 
 def write_file(file: BinaryIO) -> None:
-    """Copy a file to stdout, all of it or an error."""
+    """Copy a file to stdout. Raises AtlasError unless all of it is written."""
     with _stdout() as stdout:
         shutil.copyfileobj(file, stdout.buffer, _PIECE)
 
@@ -133,16 +133,16 @@ def _stdout() -> Iterator[TextIO]:
 
 
 def _drop_stdout() -> None:
-    """Point stdout at nothing, so that closing it at exit does not fail again."""
+    """Point stdout at the null device, so that closing it at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_terminal() -> bool:
-    """Whether a person is looking at stdout."""
+    """Whether stdout is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-# Talk -----------------------------------------------------------------------------------------
+# Messages and progress ------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -153,22 +153,22 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something on stderr."""
+    """Write a message to stderr, behind the name of the program."""
     say(f"atlas: {text}")
 
 
 def error(text: str) -> None:
-    """Say on stderr what went wrong."""
+    """Write an error to stderr."""
     note(f"error: {text}")
 
 
 def warn(text: str) -> None:
-    """Say on stderr what may surprise."""
+    """Write a warning to stderr."""
     note(f"warning: {text}")
 
 
 def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Say rows on stderr, one line each, in columns."""
+    """Write rows to stderr, one line each, in columns."""
     if sys.stderr is None:
         return
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
@@ -182,7 +182,7 @@ def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 @contextmanager
 def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that the given function moves; none without a terminal or when quiet."""
+    """A progress bar on stderr; the function given moves it on. None without a terminal."""
     if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -196,7 +196,10 @@ def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int],
 
 @contextmanager
 def training(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr: what is said of a step, images per second, and the time that remains."""
+    """A progress bar of steps: a text about the last one, images per second, the time left.
+
+    The function given takes the text and the number of images of a step.
+    """
     if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield lambda text, images: None
         return
@@ -232,11 +235,14 @@ def percent(value: Any, *, sign: bool = False) -> str:
     return "" if value is None else f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
 
 
+# stdin ----------------------------------------------------------------------------------------
+
+
 @contextmanager
 def spooled_stdin(suffix: str) -> Iterator[Path]:
-    """A temporary file with everything that stdin gives, for readers that must seek.
+    """A temporary file with the content of stdin, for readers that must seek.
 
-    Errors about the file say "stdin", since its own name means nothing to the user.
+    A CheckpointError says "stdin" in place of the file's name, which means nothing to the user.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("- reads stdin, which is no pipe and no file")
@@ -259,7 +265,7 @@ def spooled_stdin(suffix: str) -> Iterator[Path]:
 
 
 def read_text(name: str) -> tuple[str, str]:
-    """The text of a recipe and the name to call it by."""
+    """The text of a recipe, from a file or, for -, from stdin; and the name that errors use."""
     try:
         return (sys.stdin.read(), "stdin") if name == "-" else (Path(name).read_text("utf-8"), name)
     except FileNotFoundError as problem:

@@ -1,4 +1,4 @@
-"""The demo: a story in command lines, and the table that its scores make."""
+"""The demo as data: its experiments, their command lines in sections, and the table of scores."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _QUICK = ("--epochs", "5", "--augment", "none")
 
 
 @dataclass(frozen=True)
-class StoryLine:
-    """One command line. What it writes is `made`; `kept` names a file for what it prints."""
+class CommandLine:
+    """One command line. `made` is the file or folder it writes, `kept` the file for its stdout."""
 
     arguments: tuple[str, ...]
     made: str = ""
@@ -25,11 +25,11 @@ class StoryLine:
 
     @property
     def name(self) -> str:
-        """What it is called where it speaks: the name of what it makes."""
+        """What messages call it: the name of what it makes."""
         return (self.made or self.kept).partition(".")[0]
 
-    def needs(self, other: StoryLine) -> bool:
-        """Whether it reads what another one makes."""
+    def needs(self, other: CommandLine) -> bool:
+        """Whether it reads what another command line makes."""
         read = {argument.partition("/")[0] for argument in self.arguments} - {self.made}
         return bool(other.made) and other.made in read
 
@@ -39,16 +39,16 @@ class StoryLine:
 
 
 @dataclass(frozen=True)
-class Chapter:
-    """Some lines under a title."""
+class Section:
+    """Command lines under a title."""
 
     title: str
-    lines: tuple[StoryLine, ...]
+    lines: tuple[CommandLine, ...]
 
 
 @dataclass(frozen=True)
-class Tale:
-    """One thing that coefficients do: the command that learns them, and where it is tested."""
+class Experiment:
+    """One use of coefficients: the command that learns them, and the data they are tested on."""
 
     name: str
     title: str
@@ -57,7 +57,7 @@ class Tale:
 
     @property
     def runs(self) -> tuple[str, str]:
-        """The runs with one scale for everything, and with learned coefficients."""
+        """The names of the run with one scale for everything and of that which learns."""
         return f"{self.name}_uniform", self.name
 
 
@@ -66,8 +66,8 @@ def _vectors(*names: str) -> tuple[str, ...]:
     return ("--vectors", *files)
 
 
-TALES = (
-    Tale(
+EXPERIMENTS = (
+    Experiment(
         "few_shot",
         "few-shot: 4 per class",
         (
@@ -76,7 +76,7 @@ TALES = (
         ),
         ("builtin:house_numbers",),
     ),
-    Tale(
+    Experiment(
         "test_time",
         "test-time: no labels",
         (
@@ -85,7 +85,7 @@ TALES = (
         ),
         ("builtin:textures",),
     ),
-    Tale(
+    Experiment(
         "forget",
         "forgetting",
         (
@@ -94,7 +94,7 @@ TALES = (
         ),
         ("builtin:letters", "builtin:everything"),
     ),
-    Tale(
+    Experiment(
         "together",
         "adding: one for all",
         (
@@ -106,88 +106,96 @@ TALES = (
 )
 
 
-def chapters() -> tuple[Chapter, ...]:
-    """The whole story. A line comes after those that it needs, and the longest come first."""
-    few_shot, test_time, forget, together = TALES
+def sections() -> tuple[Section, ...]:
+    """All command lines. Each comes after those that it needs; the longest come first."""
+    few_shot, test_time, forget, together = EXPERIMENTS
     return (
-        Chapter(
+        Section(
             "Fine-tune the built-in model on road signs for a few seconds: what that changes is a "
             "task vector. With the vector of letters, which comes with the model, forget letters",
             (_tuning(), *_learning(forget), _extraction()),
         ),
-        Chapter(
+        Section(
             "Learn how much of each block of each vector to add: from a few images, from images "
             "without labels, for several tasks; beside the best single scale",
-            tuple(line for tale in (together, few_shot, test_time) for line in _learning(tale)),
+            tuple(
+                line
+                for experiment in (together, few_shot, test_time)
+                for line in _learning(experiment)
+            ),
         ),
-        Chapter(
+        Section(
             "Merge: what was learned becomes a plain model. Evaluate it beside the base, on test "
             "images",
             tuple(
-                line for tale in reversed(TALES) for line in (*_merging(tale), _evaluation(tale))
+                line
+                for experiment in reversed(EXPERIMENTS)
+                for line in (*_merging(experiment), _evaluation(experiment))
             ),
         ),
     )
 
 
-def _line(text: str, run: str) -> StoryLine:
-    return StoryLine((*text.split(), "--model", "builtin:tiny", "-o", run), run)
+def _line(text: str, run: str) -> CommandLine:
+    return CommandLine((*text.split(), "--model", "builtin:tiny", "-o", run), run)
 
 
-def _tuning() -> StoryLine:
+def _tuning() -> CommandLine:
     return _line(f"finetune builtin:{_TUNED} {_TUNING}", _TUNED)
 
 
-def _extraction() -> StoryLine:
+def _extraction() -> CommandLine:
     file = f"{_TUNED}.safetensors"
     names = (f"{_TUNED}/model", "--name", _TUNED)
-    return StoryLine(("extract", "builtin:tiny", *names, "-o", file), file)
+    return CommandLine(("extract", "builtin:tiny", *names, "-o", file), file)
 
 
-def _learning(tale: Tale) -> Iterator[StoryLine]:
-    uniform, learned = tale.runs
-    text = " ".join(tale.learn)
+def _learning(experiment: Experiment) -> Iterator[CommandLine]:
+    uniform, learned = experiment.runs
+    text = " ".join(experiment.learn)
     yield _line(text, learned)
     yield _line(f"{text} --method search", uniform)
 
 
-def _merging(tale: Tale) -> Iterator[StoryLine]:
-    for run in tale.runs:
-        yield StoryLine(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
+def _merging(experiment: Experiment) -> Iterator[CommandLine]:
+    for run in experiment.runs:
+        yield CommandLine(("merge", f"{run}/recipe.yaml", "-o", _model(run)), _model(run))
 
 
-def _evaluation(tale: Tale) -> StoryLine:
-    models = ("builtin:tiny", *map(_model, tale.runs))
-    return StoryLine(("eval", *models, "--data", *tale.tested, "--json"), kept=scores_file(tale))
+def _evaluation(experiment: Experiment) -> CommandLine:
+    models = ("builtin:tiny", *map(_model, experiment.runs))
+    return CommandLine(
+        ("eval", *models, "--data", *experiment.tested, "--json"), kept=scores_file(experiment)
+    )
 
 
 def _model(run: str) -> str:
     return f"{run}_model"
 
 
-def scores_file(tale: Tale) -> str:
-    """Where the scores of a tale are kept."""
-    return f"{tale.name}.json"
+def scores_file(experiment: Experiment) -> str:
+    """The file that holds the scores of an experiment."""
+    return f"{experiment.name}.json"
 
 
-def drawing(path: str) -> Chapter:
-    """The command that draws the coefficients of the first tale."""
-    line = StoryLine(("inspect", TALES[0].name, "--plot", path), path)
-    return Chapter("Draw the coefficients that recognise house numbers", (line,))
+def drawing(path: str) -> Section:
+    """The command that draws the coefficients of the first experiment."""
+    line = CommandLine(("inspect", EXPERIMENTS[0].name, "--plot", path), path)
+    return Section("Draw the coefficients that recognise house numbers", (line,))
 
 
 def identity() -> str:
-    """What tells this story from that of another version."""
-    text = "\n".join(str(line) for chapter in chapters() for line in chapter.lines)
+    """A hash that changes with the version and with any command line."""
+    text = "\n".join(str(line) for section in sections() for line in section.lines)
     return hashlib.sha256(f"{__version__}\n{text}".encode()).hexdigest()[:16]
 
 
-# The end ----------------------------------------------------------------------------------------
+# The table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TableRow:
-    """One row of the last table: accuracy on test images, in percent."""
+class DemoRow:
+    """One row of the final table: accuracy on test images, in percent."""
 
     what: str
     task: str
@@ -196,19 +204,23 @@ class TableRow:
     learned: float
 
 
-def table(scores: Mapping[str, Mapping[str, Any]]) -> list[TableRow]:
-    """The rows of all tales, by the JSON that `atlas eval` printed for each."""
-    return [row for tale in TALES for row in _rows(tale, scores[tale.name]["results"])]
+def table(scores: Mapping[str, Mapping[str, Any]]) -> list[DemoRow]:
+    """The rows of all experiments, from the JSON that `atlas eval` printed for each."""
+    return [
+        row
+        for experiment in EXPERIMENTS
+        for row in _rows(experiment, scores[experiment.name]["results"])
+    ]
 
 
-def _rows(tale: Tale, results: Sequence[Mapping[str, Any]]) -> Iterator[TableRow]:
+def _rows(experiment: Experiment, results: Sequence[Mapping[str, Any]]) -> Iterator[DemoRow]:
     found = {(one["model"], one["data"]): 100 * one["top1"] for one in results}
-    models = ("builtin:tiny", *map(_model, tale.runs))
-    rows = [[found[model, data] for model in models] for data in tale.tested]
-    if tale.name == "forget":
-        for task, what, row in zip(tale.tested, ("to forget", "to keep"), rows, strict=True):
-            yield TableRow(f"{tale.title}: {what}", task, *(round(value, 2) for value in row))
+    models = ("builtin:tiny", *map(_model, experiment.runs))
+    rows = [[found[model, data] for model in models] for data in experiment.tested]
+    if experiment.name == "forget":
+        for task, what, row in zip(experiment.tested, ("to forget", "to keep"), rows, strict=True):
+            yield DemoRow(f"{experiment.title}: {what}", task, *(round(value, 2) for value in row))
         return
     means = [round(sum(column) / len(column), 2) for column in zip(*rows, strict=True)]
-    names = ", ".join(tale.tested) if len(rows) == 1 else f"mean of {len(rows)} tasks"
-    yield TableRow(tale.title, names, *means)
+    names = ", ".join(experiment.tested) if len(rows) == 1 else f"mean of {len(rows)} tasks"
+    yield DemoRow(experiment.title, names, *means)

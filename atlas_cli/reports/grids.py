@@ -1,4 +1,4 @@
-"""What a picture of task vectors or coefficients shows: numbers in rows and columns."""
+"""Norms, cosines and coefficients arranged in rows and columns, as heat maps show them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PART = re.compile(r"\[\d+\]$")
 
 @dataclass(frozen=True)
 class Grid:
-    """Values in rows and columns, None where there is none.
+    """Values in rows and columns, None where a cell is empty.
 
-    `names` are the columns' names in full, where those above them are short.
+    `names` are the full names of the columns, where `columns` are short ones.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Grid:
 def norm_grids(vectors: Sequence[VectorFacts]) -> list[Grid]:
     """Relative norms in percent by kind and layer, and those of blocks outside the layers.
 
-    Of several vectors, the root of the mean of the squares; a block that one lacks is zero there.
+    Several vectors give the root mean square of their norms; a block that one lacks counts as zero.
     """
     norms: dict[tuple[str, str], list[float]] = {}
     for block in (block for vector in vectors for block in vector.blocks):
@@ -62,12 +62,12 @@ def _grid(title: str, values: Mapping[tuple[str, str], float]) -> Grid:
 
 
 def by_depth(layers: Iterable[str]) -> list[str]:
-    """Layers from the first to the last; the numbers within their names count as numbers."""
+    """Layers from the first to the last: numbers within their names are compared as numbers."""
     return sorted(layers, key=lambda name: [part.zfill(6) for part in re.split(r"(\d+)", name)])
 
 
 def cosine_grid(comparison: Comparison) -> Grid:
-    """The cosines of different vectors; nothing on the diagonal."""
+    """The cosines of different vectors; the diagonal is empty."""
     names = tuple(map(_short, comparison.vectors))
     cells = tuple(
         tuple(None if i == j else cell for j, cell in enumerate(row))
@@ -77,13 +77,13 @@ def cosine_grid(comparison: Comparison) -> Grid:
 
 
 def _short(name: str) -> str:
-    """A long name without its middle: names of one set often begin alike."""
+    """A long name without its middle, since related names often begin alike."""
     half = (_LONGEST - 1) // 2
     return name if len(name) <= _LONGEST else f"{name[:half]}…{name[-half:]}"
 
 
 def coefficient_grids(table: Table) -> list[Grid]:
-    """A grid for every kind of block, task vectors x layers, and one for all outside the layers."""
+    """A grid of vectors by layers for every kind of block, and one for all other blocks."""
     short = _short_table(table)
     labels = dict.fromkeys(label for row in short.values() for label in row)
     where = places(labels)
@@ -108,7 +108,7 @@ def _coefficients(title: str, table: Table, columns: Mapping[str, str]) -> Grid:
 
 
 def _short_table(table: Table) -> Table:
-    """Means where there are too many columns: of the random parts of a block, or of neighbours."""
+    """Replace random parts of a block, or too many neighbours without names, by their means."""
     width = max((len(row) for row in table.values()), default=0)
     return {vector: _means(row, width) for vector, row in table.items()}
 

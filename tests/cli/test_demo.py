@@ -1,4 +1,4 @@
-"""`atlas demo`: a story that can be copied line by line, stopped, and told again."""
+"""`atlas demo`: command lines that can be copied, stopped, and run again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from warm import atlas
 
-from atlas_cli.cli.demo_story import TALES, chapters, identity, table
+from atlas_cli.cli.demo_story import EXPERIMENTS, identity, sections, table
 
 COMMANDS = {"extract", "negate", "add", "fit", "tta", "merge", "eval"}
 
 
 def test_all_seven_commands_have_a_part() -> None:
-    told = {line.arguments[0] for chapter in chapters() for line in chapter.lines}
-    assert told >= COMMANDS
+    used = {line.arguments[0] for section in sections() for line in section.lines}
+    assert used >= COMMANDS
 
 
 def test_a_line_comes_after_those_that_make_what_it_reads() -> None:
-    lines = [line for chapter in chapters() for line in chapter.lines]
+    lines = [line for section in sections() for line in section.lines]
     for number, line in enumerate(lines):
         assert not any(line.needs(later) for later in lines[number:]), line
     names = {line.name: line for line in lines if line.made}
@@ -34,8 +34,8 @@ def test_a_line_comes_after_those_that_make_what_it_reads() -> None:
 
 
 def test_no_line_takes_a_vector_of_the_task_that_it_is_tested_on() -> None:
-    for tale in TALES[:2]:  # to forget or to combine tasks is to use their own vectors
-        assert not set(tale.tested) & set(tale.learn[2:])
+    for experiment in EXPERIMENTS[:2]:  # to forget or to combine tasks is to use their own vectors
+        assert not set(experiment.tested) & set(experiment.learn[2:])
 
 
 def test_the_table_holds_what_eval_printed() -> None:
@@ -43,11 +43,11 @@ def test_the_table_holds_what_eval_printed() -> None:
         return {"model": model, "data": data, "top1": top1}
 
     scores = {}
-    for tale in TALES:
-        models = ["builtin:tiny", *(f"{run}_model" for run in tale.runs)]
-        pairs = [(m, d) for m in models for d in tale.tested]
+    for experiment in EXPERIMENTS:
+        models = ["builtin:tiny", *(f"{run}_model" for run in experiment.runs)]
+        pairs = [(m, d) for m in models for d in experiment.tested]
         results = [score(m, d, (n + 1) / 100) for n, (m, d) in enumerate(pairs)]
-        scores[tale.name] = {"results": results}
+        scores[experiment.name] = {"results": results}
     few, blind, forgotten, kept, together = table(scores)
     assert (few.zero_shot, few.uniform, few.learned) == (1, 2, 3)
     assert (blind.zero_shot, blind.uniform, blind.learned) == (1, 2, 3)
@@ -98,8 +98,8 @@ def test_the_demo_of_another_version_is_not_mixed_with_this_one(tmp_path: Path) 
     assert "d: holds the demo of another atlas; --force begins anew" in done.stderr
 
 
-def test_a_command_that_fails_ends_the_story_with_its_own_words(tmp_path: Path) -> None:
-    lines = [line for chapter in chapters()[:2] for line in chapter.lines]
+def test_a_command_that_fails_ends_the_demo_with_its_own_words(tmp_path: Path) -> None:
+    lines = [line for section in sections()[:2] for line in section.lines]
     done = [str(line) for line in lines]
     (tmp_path / "d").mkdir()
     notes = {"story": identity(), "done": done, "seconds": 0.0}
