@@ -138,7 +138,11 @@ class _LateModule(ModuleType):
     """A module that is imported when an attribute of it is first asked for."""
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self.__name__), attribute)
+        # Formulas of small tensors ask often enough for import_module to be noticed.
+        module = self.__dict__.get("_module")
+        if module is None:
+            module = self.__dict__["_module"] = import_module(self.__name__)
+        return getattr(module, attribute)
 
 
 def late(module: str) -> Any:

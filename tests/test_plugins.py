@@ -169,6 +169,11 @@ def test_a_granularity_of_a_plugin_is_learned_and_merged(plugin, tmp_path: Path)
     assert merged.returncode == 0, merged.stderr
 
 
+def test_help_lists_the_granularities_of_plugins(plugin):
+    text = " ".join(atlas("fit", "--help", env=plugin(STRIPES)).stdout.split())
+    assert "WHAT block (default), vector, qkv, partition:K, tower or stripes:N." in text
+
+
 def test_an_unknown_granularity_is_told_those_of_plugins_too(plugin):
     env = plugin(STRIPES)
     for text in ("stripes", "stripes:0", "stripes:x", "tower:2", "layer"):
