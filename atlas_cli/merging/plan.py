@@ -14,7 +14,8 @@ from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import WORDS, header_text
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.recipes.merge import Merge
-from atlas_cli.recipes.merge_parameters import METHODS, count_layers, depths_of, filters_of, resolve
+from atlas_cli.recipes.merge_parameters import count_layers, depths_of, filters_of, resolve
+from atlas_cli.registry import MERGE_METHODS
 
 TILE = 1 << 19  # elements that are read, merged and written at a time
 _TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
@@ -196,7 +197,7 @@ def check_together(
 
 
 def _resolve_one(merge: Merge, name: str, depth: float | None) -> Resolved:
-    row = METHODS[merge.method]
+    row = MERGE_METHODS[merge.method]
 
     def value(levels: Sequence[Mapping[str, Any]], key: str, default: Any, whose: str) -> Any:
         found = resolve(levels, key, name, depth)

@@ -20,7 +20,6 @@ from atlas_cli.recipes.merge_checks import (
     refused_keys,
     semantic_problems,
 )
-from atlas_cli.recipes.merge_parameters import METHODS
 from atlas_cli.recipes.model import (
     TABLE,
     TABLE_OR_TEXT,
@@ -36,7 +35,7 @@ from atlas_cli.recipes.model import (
     wrong_kind,
 )
 from atlas_cli.recipes.reading import parse_mapping
-from atlas_cli.registry import granularity_pattern
+from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
 Parameters = dict[str, Any] | None  # what may be in them depends on the method: see merge_checks
 Coefficients = Annotated[
@@ -138,7 +137,7 @@ class MergeRecipe(Recipe):
 
     merge_method: Annotated[
         str,
-        Check(method_problem, lambda: {"enum": [*METHODS]}),
+        Check(method_problem, lambda: {"enum": [*MERGE_METHODS]}),
         about("How models are merged; see the table below."),
     ]
     base_model: Annotated[
@@ -256,7 +255,7 @@ def _normal(recipe: MergeRecipe, raw: Mapping[str, Any]) -> Merge:
         entries = list(part.sources)
         levels.insert(0, part.parameters or {})
         base, layers = part.base_model or base, part.sources[0].layer_range[1]
-    use = METHODS[recipe.merge_method].base
+    use = MERGE_METHODS[recipe.merge_method].base
     listed = [(e.model, (e.parameters or {}, *levels)) for e in entries]
     if use == "no" and base and base not in [model for model, _ in listed]:
         listed.append((base, tuple(levels)))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
 from atlas_cli.recipes.coefficients import table_problems
-from atlas_cli.recipes.merge_parameters import METHODS, OTHERS, parameter_problems
-from atlas_cli.registry import find_granularity, granularity_labels
+from atlas_cli.recipes.merge_parameters import OTHERS, parameter_problems
+from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
 
 if TYPE_CHECKING:
     from atlas_cli.merge_methods.method import MergeMethod
@@ -55,11 +55,12 @@ def is_refused(key: object, value: object) -> bool:
 
 def method_problem(method: str) -> str | None:
     """What is wrong with the name of a method."""
-    if method in METHODS:
+    if method in MERGE_METHODS:
         return None
     if method in OTHERS:
         return f"mergekit's '{method}' is not supported"
-    return f"unknown method '{method}'{nearest(method, METHODS)} (there are: {', '.join(METHODS)})"
+    listed = f"(there are: {', '.join(MERGE_METHODS)})"
+    return f"unknown method '{method}'{nearest(method, MERGE_METHODS)} {listed}"
 
 
 def dtype_problem(name: str) -> str | None:
@@ -77,7 +78,7 @@ def semantic_problems(found: Mapping[str, Any], check_source: SourceCheck | None
     if method == "atlas":
         yield from _learned_problems(found, check)
     else:
-        row = METHODS.get(method) if isinstance(method, str) else None
+        row = MERGE_METHODS.get(method) if isinstance(method, str) else None
         yield from _model_problems(found, row, check)
 
 

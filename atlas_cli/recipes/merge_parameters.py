@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     Parameters = Mapping[str, Parameter]
 
 
-METHODS = MERGE_METHODS
 # What mergekit has and atlas does not: named, so that nobody looks for a misspelling.
 OTHERS = ("arcee_fusion", "nearswap", "ram", "ramplus_tl", "rectify_embed")
 
@@ -176,9 +175,9 @@ def parse_merge(text: str) -> tuple[str, dict[str, float]]:
     Only methods that merge any number of models can be compared.
     """
     method, _, rest = text.partition(":")
-    row = METHODS.get(method)
+    row = MERGE_METHODS.get(method)
     if row is None or row.models[1] is not None:
-        usable = [name for name, one in METHODS.items() if one.models[1] is None]
+        usable = [name for name, one in MERGE_METHODS.items() if one.models[1] is None]
         hint = nearest(method, usable)
         raise UsageError(f"--compare {text}: expected one of {', '.join(usable)}{hint}")
     known = {**row.per_model, **row.per_merge}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atlas_cli.recipes.merge import MergeRecipe
-from atlas_cli.recipes.merge_parameters import METHODS
 from atlas_cli.recipes.model import Recipe
-
-if TYPE_CHECKING:
-    from atlas_cli.merge_methods.method import Parameter
+from atlas_cli.registry import MERGE_METHODS
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KEYS = (
@@ -78,7 +75,7 @@ def _tidy(node: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
 def _parameters() -> dict[str, Any]:
     """Every parameter of every method, with the methods that have it."""
     users: dict[str, list[str]] = {}
-    for method, row in METHODS.items():
+    for method, row in MERGE_METHODS.items():
         for name in (*row.per_model, *row.per_merge):
             users.setdefault(name, []).append(method)
     known = {
@@ -114,11 +111,3 @@ def _type_in_words(value: dict[str, Any]) -> str:
     if value.get("items") == {"type": "string"}:
         return "list of text"
     return _WORDS[value.get("type", "string")]
-
-
-def default_text(parameter: Parameter) -> str:
-    """A default as a table shows it."""
-    found = parameter.default
-    if found is None:
-        return "required"
-    return str(found).lower() if isinstance(found, bool) else str(found)

@@ -15,8 +15,8 @@ import pytest
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge import Merge, MergeRecipe, split_adapter
 from atlas_cli.recipes.merge import read_merge as read_with
-from atlas_cli.recipes.merge_parameters import METHODS, depths_of, resolve, value_of
-from atlas_cli.recipes.schema import default_text, key_table, merge_schema
+from atlas_cli.recipes.merge_parameters import depths_of, resolve, value_of
+from atlas_cli.recipes.schema import key_table, merge_schema
 from atlas_cli.sources.references import source_problems
 
 ROOT = Path(__file__).parent.parent.parent
@@ -299,17 +299,6 @@ def test_every_key_is_explained_as_in_the_schema():
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (.+) \|$", section(), re.MULTILINE)
     keys = key_table(MergeRecipe)
     assert [row for row in rows if row[0] in keys] == [(key, *row) for key, row in keys.items()]
-
-
-def test_every_method_and_every_parameter_is_listed():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| \[", section(), re.MULTILINE)
-
-    def words(knobs):
-        return ", ".join(f"`{key}` ({default_text(knob)})" for key, knob in knobs.items())
-
-    assert {row[0]: row[2:] for row in rows} == {
-        name: (words(row.per_model), words(row.per_merge)) for name, row in METHODS.items()
-    }
 
 
 def test_the_schema_is_printed_as_json(call):

@@ -18,9 +18,9 @@ from atlas_cli.recipes.learning import (
     TtaRecipe,
 )
 from atlas_cli.recipes.merge import LearnedRecipe, read_merge
-from atlas_cli.recipes.merge_parameters import METHODS
 from atlas_cli.recipes.model import read_recipe
 from atlas_cli.recipes.schema import json_schema, key_table
+from atlas_cli.registry import MERGE_METHODS
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe}
@@ -160,7 +160,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_merge_method_has_a_recipe():
-    assert {path.stem for path in MERGES} == {*METHODS}
+    assert {path.stem for path in MERGES} == {*MERGE_METHODS}
 
 
 @pytest.mark.parametrize("path", MERGES, ids=lambda path: path.stem)
