@@ -183,6 +183,61 @@ def test_an_unknown_granularity_is_told_those_of_plugins_too(plugin):
         assert f"--granularity: {expected}, found '{text}'" in done.stderr
 
 
+# Objectives -----------------------------------------------------------------------------------
+
+MARGIN = """
+    import atlas_cli as atlas
+
+    @atlas.objective("margin", needs=("prior",))
+    def margin(logits, prior):
+        likely = (logits.softmax(dim=1) / prior).topk(2, dim=1).values
+        return (likely[:, 1] - likely[:, 0]).mean()
+
+    @atlas.objective("margins", commands=("add", "negate"), needs=("labels",))
+    def margins(logits, labels):
+        return -logits.gather(1, labels[:, None]).mean()
+"""
+
+
+def learn(command: str, *more: str, env: Environment | None) -> subprocess.CompletedProcess[str]:
+    quick = ("--epochs", "1", "--min-steps", "1", "--batch-size", "64", "--quiet")
+    models = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
+    return atlas(command, "builtin:digits", *models, *quick, *more, env=env)
+
+
+def test_an_objective_of_a_plugin_is_trained(plugin):
+    env = plugin(MARGIN)
+    adapted = learn("tta", "--objective", "margin", "--select", "last", env=env)
+    added = learn("add", "--objective", "margins", "--shots", "1", env=env)
+    for done in (adapted, added):
+        assert done.returncode == 0, done.stderr
+    coefficients = yaml.safe_load(adapted.stdout)["coefficients"]["letters"]
+    assert any(coefficients.values())
+
+
+def test_an_unknown_objective_is_told_the_nearest_word_and_trains_nothing(plugin):
+    env = plugin(MARGIN)
+    every = "expected ufm, entropy, balanced-entropy, sar, simclr, margin, found"
+    for command, flag, word, hint in (
+        ("tta", "--objective", "margni", every),
+        ("tta", "--objective", "margins", "; did you mean 'margin'?"),
+        ("add", "--objective", "labls", "; did you mean 'labels'?"),
+        ("negate", "--forget", "asent", "; did you mean 'ascent'?"),
+    ):
+        control = ("--control", "builtin:digits") if command == "negate" else ()
+        done = learn(command, flag, word, *control, env=env)
+        assert done.returncode == 2
+        assert f"{flag}: expected " in done.stderr
+        assert hint in done.stderr
+        assert f"found '{word}'" in done.stderr
+
+
+def test_help_lists_the_objectives_of_plugins(plugin):
+    env = plugin(MARGIN)
+    for command, listed in (("tta", "or simclr. Of plugins: margin."), ("add", "margins.")):
+        assert listed in " ".join(atlas(command, "--help", env=env).stdout.split())
+
+
 # Plugins that do not work ---------------------------------------------------------------------
 
 

@@ -50,7 +50,20 @@ class VariadicCommand(TyperCommand):
             if isinstance(parameter, TyperOption) and parameter.name == "granularity":
                 names = granularity_labels().replace("block", "block (default)", 1)
                 parameter.help = f"{names}."
+            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
+                parameter.help = _with_plugins(parameter.help or "", self.name or "")
         super().format_options(ctx, formatter)
+
+
+def _with_plugins(text: str, command: str) -> str:
+    """What help says of a command's objectives, with those that plugins add."""
+    from atlas_cli.registry import OBJECTIVES, objectives_of
+
+    ours = "atlas_cli.learning.objectives"
+    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
+    return text.partition(" Of plugins:")[0] + (
+        f" Of plugins: {', '.join(names)}." if names else ""
+    )
 
 
 def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:

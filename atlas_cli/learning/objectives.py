@@ -22,6 +22,16 @@ unlabelled = late("atlas_cli.learning.unlabelled")
 _TEMPERATURE = 0.2
 
 
+# add ------------------------------------------------------------------------------------------
+
+
+@objective("labels", commands=("add",), needs=("labels",))
+def labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy."""
+    found: torch.Tensor = losses.cross_entropy(logits, labels)
+    return found
+
+
 # tta ------------------------------------------------------------------------------------------
 
 
@@ -57,16 +67,6 @@ def sar(adapted: UnlabelledObjective) -> UnlabelledData:
 def simclr(logits: torch.Tensor, weak: torch.Tensor) -> torch.Tensor:
     """The strong view of an image finds its weak view among those of the batch."""
     found: torch.Tensor = losses.contrast(logits, weak, _TEMPERATURE)
-    return found
-
-
-# add ------------------------------------------------------------------------------------------
-
-
-@objective("labels", commands=("add",), needs=("labels",))
-def labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy."""
-    found: torch.Tensor = losses.cross_entropy(logits, labels)
     return found
 
 
