@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
+from atlas_cli.errors import nearest
 from atlas_cli.recipes.model import (
     ABOVE_0,
     AS_GIVEN,
@@ -32,10 +33,13 @@ from atlas_cli.recipes.values import (
     parse_shares,
     parse_shots,
 )
-from atlas_cli.registry import find_granularity, granularity_labels, granularity_pattern
-
-FORGETTING = ("unlikelihood", "ascent", "uniform")
-BLIND = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")
+from atlas_cli.registry import (
+    OBJECTIVES,
+    find_granularity,
+    granularity_labels,
+    granularity_pattern,
+    objectives_of,
+)
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -90,6 +94,20 @@ SelectForSeveral = Annotated[str, one_of(_SEVERAL, "same, val, last, holdout or 
 
 def _granularity_problem(text: str) -> str | None:
     return None if find_granularity(text) else f"expected {granularity_labels()}, found {text!r}"
+
+
+def objective_of(command: str) -> Check:
+    """A check for the name of an objective that a command takes."""
+
+    def problem(word: str) -> str | None:
+        entry = OBJECTIVES.get(word)
+        if entry and command in entry.commands:
+            return None
+        names = objectives_of(command)
+        listed = " or ".join(names) if len(names) == 2 else ", ".join(names)
+        return f"expected {listed}, found {word!r}{nearest(word, names)}"
+
+    return Check(problem, lambda: {"enum": objectives_of(command)})
 
 
 class EvalRecipe(Recipe):
@@ -221,7 +239,7 @@ class NegateRecipe(LearnRecipe):
     ] = 0.95
     forget: Annotated[
         str,
-        one_of(FORGETTING, ", ".join(FORGETTING)),
+        objective_of("negate"),
         about("Loss of the targets: `unlikelihood`, `ascent` (the paper's) or `uniform`."),
     ] = "unlikelihood"
     select: SelectForSeveral = "same"
@@ -241,7 +259,7 @@ class AddRecipe(LearnRecipe):
     ]
     objective: Annotated[
         str,
-        one_of(("labels", "entropy")),
+        objective_of("add"),
         about("`labels`, or `entropy`, which looks at no label: layer-wise AdaMerging."),
     ] = "labels"
     init: Annotated[
@@ -307,7 +325,7 @@ class TtaRecipe(LearnRecipe):
     ] = []
     objective: Annotated[
         str,
-        one_of(BLIND, ", ".join(BLIND)),
+        objective_of("tta"),
         about("`ufm`, `entropy`, `balanced-entropy`, `sar` or `simclr`."),
     ] = "ufm"
     tune: Annotated[
