@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import write_images
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import AtlasError, UsageError
@@ -199,16 +200,18 @@ MARGIN = """
 """
 
 
-def learn(command: str, *more: str, env: Environment | None) -> subprocess.CompletedProcess[str]:
-    quick = ("--epochs", "1", "--min-steps", "1", "--batch-size", "64", "--quiet")
+def learn(
+    command: str, data: object, *more: str, env: Environment
+) -> subprocess.CompletedProcess[str]:
+    quick = ("--epochs", "1", "--min-steps", "1", "--quiet")
     models = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
-    return atlas(command, "builtin:digits", *models, *quick, *more, env=env)
+    return atlas(command, data, *models, *quick, *more, env=env)
 
 
-def test_an_objective_of_a_plugin_is_trained(plugin):
-    env = plugin(MARGIN)
-    adapted = learn("tta", "--objective", "margin", "--select", "last", env=env)
-    added = learn("add", "--objective", "margins", "--shots", "1", env=env)
+def test_an_objective_of_a_plugin_is_trained(plugin, tmp_path: Path):
+    env, photos = plugin(MARGIN), write_images(tmp_path / "photos", ("cat", "dog"), 3)
+    adapted = learn("tta", photos, "--objective", "margin", "--select", "last", env=env)
+    added = learn("add", photos, "--objective", "margins", env=env)
     for done in (adapted, added):
         assert done.returncode == 0, done.stderr
     coefficients = yaml.safe_load(adapted.stdout)["coefficients"]["letters"]
@@ -225,7 +228,7 @@ def test_an_unknown_objective_is_told_the_nearest_word_and_trains_nothing(plugin
         ("negate", "--forget", "asent", "; did you mean 'ascent'?"),
     ):
         control = ("--control", "builtin:digits") if command == "negate" else ()
-        done = learn(command, flag, word, *control, env=env)
+        done = learn(command, "builtin:digits", flag, word, *control, env=env)
         assert done.returncode == 2
         assert f"{flag}: expected " in done.stderr
         assert hint in done.stderr
