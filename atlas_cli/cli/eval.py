@@ -24,13 +24,7 @@ from atlas_cli.cli.options import (
     TextModel,
     Workers,
 )
-from atlas_cli.datasets.dataset import (
-    Dataset,
-    check_templates,
-    expand_references,
-    few_shot,
-    open_dataset,
-)
+from atlas_cli.datasets.dataset import Dataset, open_datasets
 from atlas_cli.errors import UsageError
 from atlas_cli.io.files import write_text
 from atlas_cli.reports import scores
@@ -59,19 +53,14 @@ def plan_eval(
     return check_recipe(EvalRecipe, {"models": models, **given}, "--")
 
 
-def open_data(plan: EvalRecipe, quiet: bool) -> list[Dataset]:
-    """List the images of every dataset, and say what was not taken for an image."""
-    templates = check_templates(plan.templates, "templates")
-    datasets = []
-    for name in expand_references(plan.data):
-        dataset = open_dataset(name, split=plan.split, templates=templates)
-        if dataset.ignored and not quiet:
+def note_ignored(datasets: Sequence[Dataset]) -> None:
+    """Say which files of folders are not taken for images."""
+    for dataset in datasets:
+        if dataset.ignored:
             console.note(
-                f"{name}: {len(dataset.ignored)} files are not images by their names, "
+                f"{dataset.name}: {len(dataset.ignored)} files are not images by their names, "
                 f"such as {dataset.ignored[0]}"
             )
-        datasets.append(few_shot(dataset, plan.shots, plan.seed) if plan.shots else dataset)
-    return datasets
 
 
 def show(results: Sequence[Evaluation], plan: EvalRecipe, device: str, as_json: bool) -> None:
@@ -139,7 +128,11 @@ def evaluate(
     references = [parse_reference(name) for name in plan.models]
     text_reference = parse_reference(plan.text) if plan.text else None
     check_architecture(plan.arch)
-    datasets = open_data(plan, quiet)
+    datasets = open_datasets(
+        plan.data, split=plan.split, templates=plan.templates, shots=plan.shots, seed=plan.seed
+    )
+    if not quiet:
+        note_ignored(datasets)
     sources = [locate(reference) for reference in references]
     text_source = locate(text_reference) if text_reference else None
 

@@ -107,6 +107,22 @@ def open_dataset(
     return replace(dataset, name=text, templates=tuple(templates) or dataset.templates)
 
 
+def open_datasets(
+    texts: Iterable[str],
+    *,
+    split: str | None = None,
+    templates: Sequence[str] = (),
+    shots: int | None = None,
+    seed: int = 0,
+) -> list[Dataset]:
+    """The datasets behind data references, with `shots` images of every class if given."""
+    checked = check_templates(templates, "templates")
+    datasets = [
+        open_dataset(text, split=split, templates=checked) for text in expand_references(texts)
+    ]
+    return [few_shot(dataset, shots, seed) if shots else dataset for dataset in datasets]
+
+
 def has_split(text: str, split: str) -> bool:
     """Whether there is a split of that name behind a data reference."""
     (text,) = expand_references([text])

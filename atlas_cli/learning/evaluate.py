@@ -57,10 +57,10 @@ class ModelScore:
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who is told what happens while images are being classified."""
+    """Who is told of warnings, and of how many images have been classified."""
 
-    warn: Callable[[str], None]
-    advance: Callable[[int], None]
+    warn: Callable[[str], None] = lambda text: None
+    advance: Callable[[int], None] = lambda count: None
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,21 @@ class Evaluation:
 
 
 def evaluate(
-    sources: Sequence[Source],
+    models: Sequence[Source | Clip],
     datasets: Sequence[Dataset],
-    opening: Opening,
-    loading: Loading,
-    watcher: Watcher,
+    opening: Opening | None = None,
+    loading: Loading | None = None,
+    watcher: Watcher | None = None,
 ) -> Iterator[Evaluation]:
-    """Score every model on every dataset, one model in memory at a time."""
+    """Score every model on every dataset, and yield after each.
+
+    A model is opened if it is not open yet; one such model is in memory at a time.
+    """
+    loading, watcher = loading or Loading(), watcher or Watcher()
     first: dict[str, Sequence[Prediction]] = {}
-    for number, source in enumerate(sources):
-        clip = open_model(source, opening)
-        provenance = source.provenance()
+    for number, model in enumerate(models):
+        clip = model if isinstance(model, Clip) else open_model(model, opening)
+        provenance = clip.source.provenance()
         for dataset in datasets:
             predictions, skipped = predict(clip, dataset, loading, watcher)
             result = score(clip.name, dataset, predictions, skipped)

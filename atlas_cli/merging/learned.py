@@ -27,7 +27,7 @@ from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
 from atlas_cli.vectors.pool import Pool, moved, open_pool
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # not learned by gradients
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # not learned by gradients
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def open_learned(
     blocks = normalised(layout.tensors, layout.reference)
     entries = recipe.vectors or []
     paths = [entry.file for entry in entries]
-    names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(_STATISTICS)]
+    names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(STATISTICS)]
     if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):
         names = _in_order_of_module(source)  # a bare tensor has no names: they are in its order
     pool = open_pool(paths, blocks, names, scope=recipe.scope)
     _check_entries(entries, pool)
     columns = choose_layout(pool.shapes, recipe.granularity, recipe.groups, recipe.seed)
-    table = _coefficients(recipe.coefficients, pool, columns)
+    table = coefficient_table(recipe.coefficients, pool, columns)
     return ByCoefficients(
         *(layout, blocks, pool, columns, table),
         transformers=tensor_names.is_transformers(layout.tensors),
@@ -134,7 +134,7 @@ def _in_order_of_module(source: Source) -> list[str]:
     return [f"visual.{name}" for name, _ in module.visual.named_parameters()]
 
 
-def _coefficients(given: object, pool: Pool, columns: Layout) -> torch.Tensor:
+def coefficient_table(given: object, pool: Pool, columns: Layout) -> torch.Tensor:
     """The table as a tensor: a row for each vector, a column for each label, else 0."""
     shape = (len(pool.members), len(columns.labels))
     if isinstance(given, str) and _is_tensor(given):
