@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     # A path, YAML, a mapping, or what a learning verb returned.
     RecipeLike: TypeAlias = PathLike | Mapping[str, Any] | LearningResult | LearnedRecipe
 
-Schema = TypeVar("Schema")
+    from atlas_cli.recipes.model import Recipe
+
+AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
+_MEMORY = 512_000_000  # bytes
 
 
 # Learning -------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def _take_options(keys: dict[str, Any]) -> RunOptions:
     return RunOptions(folder=Path(output) if output else None, **given)
 
 
-def _recipe(schema: type[Schema], data: object, keys: Mapping[str, Any]) -> Schema:
+def _recipe(schema: type[AnyRecipe], data: object, keys: Mapping[str, Any]) -> AnyRecipe:
     """A checked recipe of keywords. Raises UsageError that lists everything wrong with them."""
     from atlas_cli.recipes.model import check_recipe
 
@@ -158,12 +161,15 @@ def merge(
     output: PathLike,
     *,
     force: bool = False,
-    memory: str = "512MB",
+    memory: str | None = None,
     threads: int | None = None,
     device: str = "cpu",
     allow_nonfinite: bool = False,
 ) -> Merged:
-    """Merge models by a recipe into a folder. `str(merged)` is its path."""
+    """Merge models by a recipe into a folder. `str(merged)` is its path.
+
+    `memory` is a budget for the whole process; by default, 512 MB beyond what it takes already.
+    """
     from atlas_cli.recipes.merge import split_adapter
     from atlas_cli.recipes.values import parse_bytes
     from atlas_cli.sources.locate import COMPANION_FILES, locate
@@ -179,13 +185,13 @@ def merge(
         other = locate(parse_reference(adapter)) if adapter else None
         found[reference] = (locate(parse_reference(model), companions), other)
 
-    from atlas_cli.merging.execute import Limits
+    from atlas_cli.merging.execute import Limits, resident
     from atlas_cli.merging.inputs import Located
     from atlas_cli.merging.merge import MergeRequest, prepare, write
     from atlas_cli.models.clip import choose_device
 
     limits = Limits(
-        parse_bytes(memory) or 0,
+        _MEMORY + resident() if memory is None else parse_bytes(memory) or 0,
         threads or min(8, os.cpu_count() or 1),
         choose_device(device),
         allow_nonfinite,
@@ -249,7 +255,7 @@ def evaluate(
     from atlas_cli.sources.locate import locate
     from atlas_cli.sources.references import check_architecture, parse_reference
 
-    listed = list(models) if isinstance(models, list | tuple) else [models]
+    listed: list[Any] = list(models) if isinstance(models, list | tuple) else [models]
     found = [parse_reference(str(m)) if isinstance(m, str | Path) else m for m in listed]
     check_architecture(arch)
     datasets = open_datasets(

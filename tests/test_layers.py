@@ -51,6 +51,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {"sources", "vectors"},
         {"rich", "typer"},
     ),
+    "api": (
+        {"datasets", "learning", "merging", "models", "recipes", "sources", "vectors"},
+        set(),
+    ),
     "__main__": ({"cli"}, set()),
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
