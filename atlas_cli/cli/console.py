@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
 
@@ -230,9 +230,9 @@ def _width() -> int | None:
         return None
 
 
-def percent(value: Any, *, sign: bool = False) -> str:
+def percent(value: float | None) -> str:
     """A fraction as percent with two decimals; nothing for None."""
-    return "" if value is None else f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
+    return "" if value is None else f"{100 * value:.2f}"
 
 
 # stdin ----------------------------------------------------------------------------------------

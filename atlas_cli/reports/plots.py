@@ -99,8 +99,17 @@ def _render(spec: dict[str, Any], form: str) -> bytes:
     if form == ".svg":
         return _renumbered(vl_convert.vegalite_to_svg(spec)).encode()
     if form == ".pdf":
-        return bytes(vl_convert.vegalite_to_pdf(spec))
+        return _sorted_resources(vl_convert.vegalite_to_pdf(spec))
     return bytes(vl_convert.vegalite_to_png(spec, scale=2))
+
+
+def _sorted_resources(pdf: bytes) -> bytes:
+    """Sort the entries of dictionaries that refer to objects, which vl-convert writes at random.
+
+    Objects keep their length, so the table of their offsets stays right.
+    """
+    entries = re.compile(rb"(?:^ +/\w+ \d+ 0 R\n){2,}", re.MULTILINE)
+    return entries.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), pdf)
 
 
 def _renumbered(svg: str) -> str:
