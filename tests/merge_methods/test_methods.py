@@ -103,7 +103,7 @@ def test_pieces_within_a_tile_change_no_bit(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("shape", [(90, 40), (3000,)])
 @pytest.mark.parametrize("name", [name for name in NAMES if not MERGE_METHODS[name].whole])
-def test_a_survey_of_a_large_tensor_reads_a_piece_at_a_time(
+def test_statistics_of_a_large_tensor_are_read_a_piece_at_a_time(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atlas_cli.merge_methods.tiling.PIECE", 300)
