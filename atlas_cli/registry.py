@@ -46,10 +46,12 @@ class Registry(Mapping[str, Entry]):
     def add(self, name: str, entry: Entry, origin: object) -> None:
         """Register an entry. `origin` is the function or class that an error message names.
 
-        Raises AtlasError if the name is taken. The same origin may register again, as it does
-        when a cell of a notebook is run twice.
+        Raises AtlasError if the name is taken or is not a word. The same origin may register
+        again, as it does when a cell of a notebook is run twice.
         """
         place = _place(origin)
+        if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            raise AtlasError(f"{self.kind} '{name}' of {place}: expected a word for a name")
         if self._origins.get(name, place) != place:
             both = f"by {self._origins[name]} and by {place}"
             raise AtlasError(f"{self.kind} '{name}' is registered twice: {both}")

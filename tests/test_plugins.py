@@ -131,6 +131,19 @@ def test_a_recipe_for_a_method_of_a_plugin_is_checked_as_any_other(plugin, tmp_p
     assert "unknown parameter 'shaer'; did you mean 'share'?" in wrong.stderr
 
 
+def test_a_method_that_gives_too_few_values_is_stopped(plugin, tmp_path: Path):
+    for number, whole in enumerate(("", "whole=True, ")):
+        source = MIDWAY.replace("models=", f"{whole}models=").replace(
+            "return tile.base + ", "return (tile.base + "
+        )
+        env = plugin(source.rstrip() + ").reshape(-1)[1:]\n", name=f"short_{number}")
+        recipe = merge_recipe(moved(tmp_path / f"model {number}", 0.5))
+        done = atlas("merge", "-", "-o", tmp_path / "merged", env=env, stdin=recipe)
+        assert done.returncode == 1
+        assert re.search(r"the merge method gave (\d+) values for \d+$", done.stderr.strip())
+        shutil.rmtree(tmp_path / "site")
+
+
 def test_the_schema_knows_the_names_of_plugins(plugin):
     with_plugin = json.loads(atlas("merge", "--schema", env=plugin(MIDWAY + STRIPES)).stdout)
     without = json.loads(atlas("merge", "--schema").stdout)
@@ -324,6 +337,12 @@ def test_a_name_that_is_registered_twice_names_both_places():
     message = "colour 'green' is registered twice: by test_plugins.first and by test_plugins.second"
     with pytest.raises(AtlasError, match=re.escape(message)):
         registry.add("green", 2, second)
+
+
+def test_a_name_is_a_word():
+    for name in ("", "two words", "partition:K", "a|b"):
+        with pytest.raises(AtlasError, match="expected a word for a name"):
+            Registry("colour").add(name, 1, first)
 
 
 def test_a_late_module_is_the_module():

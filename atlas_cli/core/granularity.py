@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atlas_cli.errors import UsageError
+from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.registry import find_granularity, granularity, granularity_labels, late
 
 if TYPE_CHECKING:
@@ -56,9 +56,11 @@ def choose_layout(shapes: Shapes, name: str, groups: Sequence[str] = (), seed: i
     found = find_granularity(name)
     if found is None:
         raise UsageError(f"granularity: expected {granularity_labels()}, found {name!r}")
-    if found.parameter:
-        return found.layout(shapes, name.partition(":")[2], seed)
-    return found.layout(shapes)
+    parameter = (name.partition(":")[2], seed) if found.parameter else ()
+    layout = found.layout(shapes, *parameter)
+    if missing := [block for block in shapes if block not in layout.placements]:
+        raise MismatchError(f"granularity {name}: no coefficient for {missing[0]}")
+    return layout
 
 
 @granularity("block")

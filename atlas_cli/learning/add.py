@@ -25,7 +25,7 @@ from atlas_cli.learning.run import (
     open_tasks,
     source_of,
 )
-from atlas_cli.recipes.merge_parameters import parse_merge
+from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
 from atlas_cli.recipes.values import parse_clamp, parse_individual
 from atlas_cli.registry import find_objective
 
@@ -108,6 +108,7 @@ class Adding(LearningVerb):
         from atlas_cli.learning.setup import training_of
 
         recipe = self.recipe
+        check_compared(self.compare, len(setup.pool.members))
         loss = labelled_loss(recipe.objective, "add")
         share = 1 / len(setup.tasks)
         pairs = zip(setup.tasks, setup.heads, strict=True)

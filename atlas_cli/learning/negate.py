@@ -19,7 +19,7 @@ from atlas_cli.learning.run import (
     open_tasks,
     source_of,
 )
-from atlas_cli.recipes.merge_parameters import parse_merge
+from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
 
 if TYPE_CHECKING:
     from atlas_cli.learning.batches import LabelledObjective, TaskScore
@@ -72,6 +72,7 @@ class Negating(LearningVerb):
         from atlas_cli.learning.setup import training_of
 
         recipe = self.recipe
+        check_compared(self.compare, len(setup.pool.members))
         *targets, control = zip(setup.tasks, setup.heads, strict=True)
         loss, share = labelled_loss(recipe.forget, "negate"), 0.5 / len(targets)
         tasks = [TaskData(pixels, head, loss, share) for pixels, head in targets]

@@ -103,7 +103,7 @@ class Family:
 
 def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """theta_0 + lambda * sum_t w_t tau_t; divided by sum_t w_t with `normalize`."""
-    total = arithmetic_sum(values, found, tile.dtype)
+    total = arithmetic_sum(values, tile.dtype)
     if (merged := kernels.add(tile.inputs, total)) is not None:
         return merged
     assert tile.base is not None
@@ -111,7 +111,7 @@ def task_arithmetic(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     return _add_to(tile.base, add_up(weigh_(deltas, total.weights)), total.divisor, values)
 
 
-def arithmetic_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
+def arithmetic_sum(values: Values, dtype: torch.dtype) -> Sum:
     """The sum that `task_arithmetic` is."""
     weights = weights_of(values, dtype)
     return Sum(weights, _divisor(weights, dtype, values), values.merge["lambda"])
@@ -193,7 +193,6 @@ merge_method(
     "task_arithmetic",
     per_model=_of_model(0.3, None),
     per_merge=_of_merge(),
-    total=arithmetic_sum,
     spreads=True,
 )(task_arithmetic)
 _register(

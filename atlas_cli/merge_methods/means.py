@@ -39,7 +39,7 @@ _EPS = 1e-8  # a norm that counts as zero
 _PARALLEL = 0.9995  # a cosine above which the arc is a straight line
 
 
-def linear_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
+def linear_sum(values: Values, dtype: torch.dtype) -> Sum:
     """The sum that `linear` is."""
     work = wide(dtype)
     weights = weights_of(values, work)
@@ -51,12 +51,11 @@ def linear_sum(values: Values, found: Any, dtype: torch.dtype) -> Sum:
     base="no",
     per_model={"weight": Parameter(usual=1.0)},
     per_merge={"normalize": Parameter(True)},
-    total=linear_sum,
     spreads=True,
 )
 def linear(tile: Tile, values: Values, found: Any) -> torch.Tensor:
     """sum_t w_t theta_t / sum_t w_t, in float32; without the divisor if not `normalize`."""
-    return weighted_sum(tile.inputs, linear_sum(values, found, tile.dtype))
+    return weighted_sum(tile.inputs, linear_sum(values, tile.dtype))
 
 
 # slerp: an arc between the base and a model ----------------------------------------------------
@@ -81,7 +80,6 @@ def arc_weights(tiles: Tiles, values: Values) -> tuple[float, float]:
     models=(1, 1),
     per_merge={"t": Parameter()},
     statistics=arc_weights,
-    total=lambda values, found, dtype: Sum(found),
     spreads=True,
 )
 def slerp(tile: Tile, values: Values, found: tuple[float, float]) -> torch.Tensor:

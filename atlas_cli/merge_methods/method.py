@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from atlas_cli.merge_methods.tiling import Tile, Tiles
-    from atlas_cli.native.operands import Sum
 
     Formula = Callable[[Tile, "Values", Any], torch.Tensor]
 
@@ -76,7 +75,6 @@ class MergeMethod:
     per_model: Mapping[str, Parameter]
     per_merge: Mapping[str, Parameter]
     statistics: Callable[[Tiles, Values], Any]
-    total: Callable[[Values, Any, torch.dtype], Sum | None]
     whole: bool
     spreads: bool
 
@@ -89,7 +87,6 @@ def merge_method(
     per_model: Mapping[str, Parameter] | None = None,
     per_merge: Mapping[str, Parameter] | None = None,
     statistics: Callable[[Tiles, Values], Any] = lambda tiles, values: None,
-    total: Callable[[Values, Any, torch.dtype], Sum | None] = lambda values, found, dtype: None,
     whole: bool = False,
     pieces: bool = True,
     spreads: bool = False,
@@ -99,10 +96,10 @@ def merge_method(
 
     `base` and `models` say what there must be to merge. The formula is applied to pieces of a
     tile, so that its temporaries stay small, and its result is rounded to the dtype of the
-    tensors; `pieces=False` gives it the tile as it is, `whole` the whole tensor. `total` says by
-    which sum over the inputs `apply` works, if it is one. `spreads`: an input element that is not
-    finite makes an element of the result that is not finite, so that checking the result is
-    enough. `formula` describes the method, as the first line of the docstring does otherwise.
+    tensors; `pieces=False` gives it the tile as it is, `whole` the whole tensor. `spreads` says
+    that an input element that is not finite makes an element of the result that is not finite,
+    so that checking the result is enough. `formula` describes the method; without it, the first
+    line of the docstring does.
     """
 
     def register(function: F) -> F:
@@ -110,7 +107,7 @@ def merge_method(
         apply = by_pieces(function) if pieces and not whole else function
         method = MergeMethod(
             *(name, said, apply, base, models, per_model or {}, per_merge or {}),
-            *(statistics, total, whole, spreads),
+            *(statistics, whole, spreads),
         )
         MERGE_METHODS.add(name, method, function)
         return function

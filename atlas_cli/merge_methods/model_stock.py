@@ -58,7 +58,7 @@ def _row_ratios(deltas: Sequence[torch.Tensor]) -> torch.Tensor:
     return ratio(norms, products)[..., None]
 
 
-def stock_sum(values: Values, found: float | None, dtype: torch.dtype) -> Sum | None:
+def stock_sum(values: Values, found: float | None) -> Sum | None:
     """The sum for a whole tensor; None if every row has its own."""
     count = len(values.models)
     return None if found is None else Sum([1 - found, *[found / count] * count])
@@ -69,7 +69,6 @@ def stock_sum(values: Values, found: float | None, dtype: torch.dtype) -> Sum | 
     models=(2, None),
     per_merge={"filter_wise": Parameter(False)},
     statistics=stock_ratio,
-    total=stock_sum,
     spreads=True,
 )
 def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor:
@@ -77,7 +76,7 @@ def model_stock(tile: Tile, values: Values, found: float | None) -> torch.Tensor
 
     c is the mean cosine between task vectors, of the whole tensor or of each row (`filter_wise`).
     """
-    if total := stock_sum(values, found, tile.dtype):
+    if total := stock_sum(values, found):
         return weighted_sum(tile.inputs, total)
     assert tile.base is not None
     deltas = _deltas(tile)

@@ -9,6 +9,7 @@ from functools import lru_cache, wraps
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING, Any
 
+from atlas_cli.errors import MismatchError
 from atlas_cli.native.operands import Operands, Sum, in_memory
 from atlas_cli.registry import late
 
@@ -97,6 +98,14 @@ def all_pieces(tiles: Tiles) -> Iterator[Tile]:
         yield from pieces(tile)
 
 
+def check_size(merged: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The merged values. Raises MismatchError unless there is one for each element of the tile."""
+    if merged.numel() != tile.inputs.size:
+        found, wanted = merged.numel(), tile.inputs.size
+        raise MismatchError(f"{tile.name}: the merge method gave {found} values for {wanted}")
+    return merged
+
+
 def by_pieces(formula: Formula) -> Formula:
     """The same formula, applied to one piece of a tile after another.
 
@@ -106,11 +115,11 @@ def by_pieces(formula: Formula) -> Formula:
     @wraps(formula)
     def apply(tile: Tile, values: Values, statistics: Any) -> torch.Tensor:
         if tile.inputs.size <= PIECE:
-            return formula(tile, values, statistics).to(tile.dtype)
+            return check_size(formula(tile, values, statistics), tile).to(tile.dtype)
         result = torch.empty(tile.inputs.shape, dtype=tile.dtype, device=tile.device)
         flat, done = result.view(-1), 0
         for part in pieces(tile):
-            merged = formula(part, values, statistics).reshape(-1)
+            merged = check_size(formula(part, values, statistics), part).reshape(-1)
             flat[done : done + len(merged)] = merged
             done += len(merged)
         return result

@@ -15,7 +15,7 @@ import torch
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merge_methods.method import MergeMethod, Values
-from atlas_cli.merge_methods.tiling import Tile
+from atlas_cli.merge_methods.tiling import Tile, check_size
 from atlas_cli.merging.plan import Output, Resolved
 from atlas_cli.native.operands import Operands
 
@@ -113,7 +113,7 @@ class ByMethod:
         check = not self.how.allow_nonfinite and not self.method.spreads
         tile = self._tile(output, span, check=check)
         merged = self.method.apply(tile, self._values(output.name), statistics)
-        return merged.reshape(-1).cpu().to(output.dtype)
+        return check_size(merged, tile).reshape(-1).cpu().to(output.dtype)
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Every model, if they are merged here; what is copied has been checked."""

@@ -191,4 +191,15 @@ def parse_merge(text: str) -> tuple[str, dict[str, float]]:
         if key not in known:
             hint = nearest(key, known)
             raise UsageError(f"--compare {text}: {method} has no parameter '{key}'{hint}")
+    for key, parameter in known.items():
+        if parameter.compared is None and key not in given:
+            raise UsageError(f"--compare {text}: parameter '{key}' is missing")
     return method, given
+
+
+def check_compared(merges: Iterable[str], vectors: int) -> None:
+    """Raise UsageError if there are fewer task vectors than one of the merges needs."""
+    for text in merges:
+        least, _ = MERGE_METHODS[parse_merge(text)[0]].models
+        if vectors < least:
+            raise UsageError(f"--compare {text}: expected {least} or more vectors, found {vectors}")

@@ -124,6 +124,17 @@ def test_the_table_shows_every_method_and_the_models_that_set_the_ceiling(call, 
     ]
 
 
+def test_a_merge_that_needs_more_vectors_is_refused_before_anything_is_learned(call):
+    given = ("add", "builtin:digits", "builtin:signs", "--model", "builtin:tiny", "--shots", "1")
+    one = (*given, "--vectors", "builtin:letters", "--compare")
+    refused = call(*one, "model_stock")
+    assert refused.code == 2
+    assert refused.err == (
+        "atlas: error: --compare model_stock: expected 2 or more vectors, found 1\n"
+    )
+    assert call(*one, "multislerp", "--epochs", "1", "--min-steps", "1", "--quiet").code == 0
+
+
 def test_a_merge_in_the_table_is_the_merge_of_the_command(call, world, tmp_path: Path):  # noqa: F811
     """task_arithmetic of base + vectors, by the table and by atlas merge on the tuned models."""
     given = arguments(world, "--compare", "task_arithmetic:weight=0.7", command="add")
