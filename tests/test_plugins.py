@@ -254,6 +254,48 @@ def test_help_lists_the_objectives_of_plugins(plugin):
         assert listed in " ".join(atlas(command, "--help", env=env).stdout.split())
 
 
+# Kinds of datasets ----------------------------------------------------------------------------
+
+COLOURS = """
+    import atlas_cli as atlas
+
+
+    @atlas.dataset_kind("colours", splits=("train", "test"))
+    def colours(address, split):
+        import numpy as np
+
+        names = address.split("+")
+        rows = [np.full((32, 32, 3), 40 + 80 * n, dtype=np.uint8) for n in range(len(names))]
+        samples = [
+            atlas.Sample(f"{split}/{name}/{number}", label, rows[label] + number)
+            for label, name in enumerate(names)
+            for number in range(3)
+        ]
+        return atlas.Dataset(classes=names, samples=samples, templates=["a {} square."])
+"""
+
+
+def test_a_kind_of_dataset_of_a_plugin_is_scored_and_learned_from(plugin, tmp_path: Path):
+    env, data = plugin(COLOURS), "colours:dark+bright"
+    scored = atlas("eval", "builtin:tiny", "--data", data, env=env)
+    assert (scored.returncode, scored.stderr) == (0, "")
+    assert f"builtin:tiny,{data},test,6,0," in scored.stdout
+    for command in ("fit", "tta"):
+        folder = tmp_path / command
+        done = learn(command, data, "-o", str(folder), env=env)
+        assert done.returncode == 0, done.stderr
+        (told,) = json.loads((folder / "config.json").read_text("utf-8"))["data"]
+        assert (told["name"], told["images"], len(told["sha256"])) == (data, 6, 64)
+
+
+def test_an_unknown_kind_of_dataset_is_told_the_nearest_one(plugin):
+    done = atlas("eval", "builtin:tiny", "--data", "colour:red", env=plugin(COLOURS))
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "atlas: error: no such data: colour:red; did you mean 'colours'? (data is "
+    )
+
+
 # Plugins that do not work ---------------------------------------------------------------------
 
 
