@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.recipes.learning import (
+from atlas_cli.recipes.fields import (
+    AT_LEAST_0,
     Accumulate,
     Architecture,
     Clip,
     ModelName,
+    Positive,
     RandomSeed,
+    Rate,
     Schedule,
     Shots,
     Templates,
     TextModel,
     WeightDecay,
+    about,
+    expect,
+    one_of,
 )
-from atlas_cli.recipes.model import AT_LEAST_0, Positive, Rate, Recipe, about, expect, one_of
+from atlas_cli.recipes.model import Recipe
 
-TUNED = ("all", "layernorm", "projection")
-AUGMENTS = ("slight", "flip", "crop", "none")
 WARMUP = 500  # steps, or a tenth of all if that is less
 LORA_RATE = 1e-3
 _OTHERWISE = 10  # epochs
@@ -75,7 +79,7 @@ class FinetuneRecipe(Recipe):
     templates: Templates = []
     tune: Annotated[
         str,
-        one_of(TUNED, ", ".join(TUNED)),
+        one_of("all", "layernorm", "projection", last=", "),
         about("What is trained in the image tower: `all`, `layernorm` or `projection`."),
     ] = "all"
     lora: Annotated[
@@ -87,7 +91,7 @@ class FinetuneRecipe(Recipe):
     ] = False
     select: Annotated[
         str,
-        one_of(("last", "best")),
+        one_of("last", "best"),
         about(
             "`last`: the weights of the last step, as the papers have it; `best`: of the best "
             "epoch on images that are not trained on."
@@ -116,7 +120,7 @@ class FinetuneRecipe(Recipe):
     clip: Clip = 1.0
     augment: Annotated[
         str,
-        one_of(AUGMENTS, ", ".join(AUGMENTS)),
+        one_of("slight", "flip", "crop", "none", last=", "),
         about(
             "`slight` (crops of nine tenths or more), `flip` (larger crops and mirror images), "
             "`crop` or `none`."

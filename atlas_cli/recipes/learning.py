@@ -7,22 +7,28 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.errors import nearest
-from atlas_cli.recipes.model import (
-    ABOVE_0,
-    AS_GIVEN,
-    Check,
-    Decay,
+from atlas_cli.recipes.fields import (
+    GRANULARITY,
+    Accumulate,
+    Architecture,
+    Clip,
+    ModelName,
     Number,
     Positive,
+    RandomSeed,
     Rate,
-    Recipe,
     Scalar,
-    Seed,
+    Schedule,
+    Shots,
+    Templates,
+    TextModel,
+    WeightDecay,
     about,
     expect,
+    objective_of,
     one_of,
 )
+from atlas_cli.recipes.model import Recipe
 from atlas_cli.recipes.values import (
     is_pattern,
     parse_bytes,
@@ -31,14 +37,6 @@ from atlas_cli.recipes.values import (
     parse_penalty,
     parse_schedule,
     parse_shares,
-    parse_shots,
-)
-from atlas_cli.registry import (
-    OBJECTIVES,
-    find_granularity,
-    granularity_labels,
-    granularity_pattern,
-    objectives_of,
 )
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
@@ -55,59 +53,13 @@ ADAMERGING: Mapping[str, Any] = {
 }
 
 
-# Keys that several recipes have ---------------------------------------------------------------
-
-Templates = Annotated[
-    list[str], about("Prompts with `{}` for the class name, instead of the data's own.")
-]
-Architecture = Annotated[
-    str | None, about("open_clip architecture of weight files that come without a configuration.")
-]
-TextModel = Annotated[
-    str | None, about("Model whose text tower goes with models that have an image tower only.")
-]
-RandomSeed = Annotated[Seed, about("Decides everything that is random; 0 if it is not given.")]
-ModelName = Annotated[str, about("The base model.")]
-Shots = Annotated[
-    Scalar,
-    expect(lambda value: parse_shots(value) != 0, "expected a number of images, a fraction or all"),
-    about("Images per class, a fraction of every class, or `all`."),
-]
-Schedule = Annotated[
-    str,
-    one_of(("cosine", "constant")),
-    about("`cosine`, where the rate falls to zero, or `constant`."),
-]
-WeightDecay = Annotated[Decay, about("AdamW's weight decay; 0.1.")]
-Accumulate = Annotated[Positive, about("Parts that a batch is computed in, to save memory; 1.")]
-Clip = Annotated[float, ABOVE_0, AS_GIVEN, about("Largest norm of a gradient; 1.")]
-
 _VECTORS = about("Task-vector files, or folders of them, all taken from this base.")
 _METHOD = about(
     "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
     "`isotropic`: one number per vector."
 )
 _SELECT = about("What decides which epoch is kept; see below.")
-_SEVERAL = (*("last", "same", "holdout", "kfold"), "val")
-SelectForSeveral = Annotated[str, one_of(_SEVERAL, "same, val, last, holdout or kfold"), _SELECT]
-
-
-def _granularity_problem(text: str) -> str | None:
-    return None if find_granularity(text) else f"expected {granularity_labels()}, found {text!r}"
-
-
-def objective_of(command: str) -> Check:
-    """A check for the name of an objective that a command takes."""
-
-    def problem(word: str) -> str | None:
-        entry = OBJECTIVES.get(word)
-        if entry and command in entry.commands:
-            return None
-        names = objectives_of(command)
-        listed = " or ".join(names) if len(names) == 2 else ", ".join(names)
-        return f"expected {listed}, found {word!r}{nearest(word, names)}"
-
-    return Check(problem, lambda: {"enum": objectives_of(command)})
+SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfold"), _SELECT]
 
 
 class EvalRecipe(Recipe):
@@ -156,11 +108,11 @@ class LearnRecipe(Recipe):
         ),
     ] = None
     templates: Templates = []
-    method: Annotated[str, one_of(("learned", "search")), _METHOD] = "learned"
+    method: Annotated[str, one_of("learned", "search"), _METHOD] = "learned"
     select: Annotated[str, _SELECT] = "last"
     granularity: Annotated[
         str,
-        Check(_granularity_problem, lambda: {"pattern": granularity_pattern()}),
+        GRANULARITY,
         about("What shares a coefficient: `block`, `vector`, `qkv` or `partition:K`."),
     ] = "block"
     groups: Annotated[
@@ -187,7 +139,7 @@ class LearnRecipe(Recipe):
     ] = None
     augment: Annotated[
         str,
-        one_of(("flip", "crop", "none")),
+        one_of("flip", "crop", "none"),
         about("`flip` (random crops and mirror images), `crop` or `none`."),
     ] = "flip"
     linearised: Annotated[
@@ -296,7 +248,7 @@ class AddRecipe(LearnRecipe):
         ),
         about("`DATA=PERCENT`: accuracy of a fine-tuned model, to normalise by."),
     ] = []
-    method: Annotated[str, one_of(("learned", "isotropic", "search")), _METHOD] = "learned"
+    method: Annotated[str, one_of("learned", "isotropic", "search"), _METHOD] = "learned"
     select: SelectForSeveral = "same"
 
     @classmethod
@@ -330,7 +282,7 @@ class TtaRecipe(LearnRecipe):
     ] = "ufm"
     tune: Annotated[
         str,
-        one_of(("coefficients", "layernorm")),
+        one_of("coefficients", "layernorm"),
         about("`coefficients`, or `layernorm`: weights and biases of the LayerNorms instead."),
     ] = "coefficients"
     trusted_per_class: Annotated[
@@ -367,7 +319,7 @@ class TtaRecipe(LearnRecipe):
         ),
         about("How often classes occur: `uniform`, or a share for every class such as `0.9,0.1`."),
     ] = "uniform"
-    select: Annotated[str, one_of(("guard", "last")), _SELECT] = "guard"
+    select: Annotated[str, one_of("guard", "last"), _SELECT] = "guard"
     epochs: Annotated[Positive, about("Passes over the images; 4.")] = 4
     lr: Annotated[
         Rate, about("Learning rate of AdamW; 0.03, for LayerNorms 0.003, for `sar` 0.3.")
@@ -376,7 +328,7 @@ class TtaRecipe(LearnRecipe):
     min_steps: Annotated[Positive, about("Steps per epoch at least; 1.")] = 1
     augment: Annotated[
         str,
-        one_of(("mild", "flip", "crop")),
+        one_of("mild", "flip", "crop"),
         about("`mild` (small crops, other light, noise), `crop` or `flip`."),
     ] = "mild"
 

@@ -10,6 +10,17 @@ from typing import Annotated, Any
 from pydantic import model_validator
 
 from atlas_cli.errors import UsageError
+from atlas_cli.recipes.fields import (
+    TABLE,
+    TABLE_OR_TEXT,
+    TEXT,
+    Check,
+    Number,
+    RandomSeed,
+    about,
+    in_schema,
+    wrong_kind,
+)
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
@@ -20,20 +31,7 @@ from atlas_cli.recipes.merge_checks import (
     refused_keys,
     semantic_problems,
 )
-from atlas_cli.recipes.model import (
-    TABLE,
-    TABLE_OR_TEXT,
-    TEXT,
-    Check,
-    Entry,
-    Number,
-    Recipe,
-    Seed,
-    about,
-    in_schema,
-    problems_of,
-    wrong_kind,
-)
+from atlas_cli.recipes.model import Entry, Recipe, problems_of
 from atlas_cli.recipes.reading import parse_mapping
 from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
@@ -194,7 +192,7 @@ class MergeRecipe(Recipe):
     scope: Annotated[
         Scope, about("For `atlas`: the part of the model that the vectors are of.")
     ] = "visual"
-    seed: Annotated[Seed, about("Decides everything that is random; 0 if it is not given.")] = 0
+    seed: RandomSeed = 0
     locked: Annotated[
         dict[str, LockedEntry],
         about(

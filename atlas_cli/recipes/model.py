@@ -7,127 +7,24 @@ of a second, so a command imports recipes when it reads one, not to show its hel
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Discriminator,
-    Field,
     ModelWrapValidatorHandler,
-    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import ErrorDetails, InitErrorDetails
 
 from atlas_cli.errors import UsageError, nearest
+from atlas_cli.recipes.fields import FINITE, KIND, VALUE, error_of
 from atlas_cli.recipes.reading import parse_mapping
 
-_KIND, _VALUE, _FINITE, _CONFLICT = "kind", "value", "finite", "conflict"
-
-
-# What fields are made of ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Check:
-    """A check beyond the type, for `Annotated`: gives what is wrong with a value, or None.
-
-    `schema` says the same in JSON Schema, as far as that is possible; it is called when a schema is
-    asked for, since plugins may add names.
-    """
-
-    problem: Callable[[Any], str | None] = lambda value: None
-    schema: Callable[[], Mapping[str, Any]] = dict
-    kind: str = _VALUE
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(schema), **self.schema()}
-
-    def _checked(self, value: Any) -> Any:
-        if text := self.problem(value):
-            raise _error(self.kind, text)
-        return value
-
-
-def expect(holds: Callable[[Any], bool], expected: str, **schema: Any) -> Check:
-    """A check whose message is what is expected, and the value that was found."""
-    return Check(
-        lambda value: None if holds(value) else f"{expected}, found {value!r}", lambda: schema
-    )
-
-
-def one_of(words: Sequence[str], expected: str | None = None) -> Check:
-    """A check for one of some words, which the message lists."""
-    listed = expected or f"{', '.join(words[:-1])} or {words[-1]}"
-    return expect(lambda value: value in words, f"expected {listed}", enum=[*words])
-
-
-def in_schema(**schema: Any) -> Check:
-    """No check, but a part of the JSON Schema: what depends on other keys is checked elsewhere."""
-    return Check(schema=lambda: schema)
-
-
-def about(meaning: str) -> FieldInfo:
-    """What a key means, for the JSON Schema and recipes/README.md."""
-    return Field(description=meaning)  # type: ignore[no-any-return]
-
-
-def wrong_kind(expected: str) -> PydanticCustomError:
-    """The error for a value of the wrong type where several types are right."""
-    return _error(_KIND, expected)
-
-
-def _error(kind: str, text: str) -> PydanticCustomError:
-    return PydanticCustomError(kind, "{text}", {"text": text})
-
-
-class _AsGiven:
-    """A number stays as it is written: 1 is not 1.0, in messages, in YAML and in config.json."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_wrap_validator_function(
-            lambda value, check: (check(value), value)[1],
-            handler(source),
-            serialization=core_schema.simple_ser_schema("any"),
-        )
-
-
-def _check_scalar(value: Any) -> Any:
-    if type(value) not in (str, int, float):
-        raise wrong_kind("str or int or float")
-    return value
-
-
-def _tag(value: Any) -> str:
-    return TABLE.tag if isinstance(value, dict) else TEXT.tag if isinstance(value, str) else ""
-
-
-AS_GIVEN = _AsGiven()
-Number = Annotated[float, AS_GIVEN]
-Scalar = Annotated[str | int | float, BeforeValidator(_check_scalar)]
-ABOVE_0, AT_LEAST_0 = Field(gt=0), Field(ge=0)
-FINITE = Check(
-    lambda value: "expected a finite number, found inf" if value == math.inf else None, kind=_FINITE
-)
-Positive = Annotated[int, ABOVE_0]
-Seed = Annotated[int, AT_LEAST_0]
-Rate = Annotated[float, ABOVE_0, AS_GIVEN, FINITE]
-Decay = Annotated[float, AT_LEAST_0, AS_GIVEN, FINITE]
-TABLE, TEXT = Tag("\0table"), Tag("\0text")  # no key of a recipe has a NUL in it
-TABLE_OR_TEXT = Discriminator(
-    _tag, custom_error_type=_KIND, custom_error_message="keys and values or str"
-)
+_CONFLICT = "conflict"
 
 
 class Entry(BaseModel):
@@ -167,7 +64,7 @@ class Recipe(Entry):
         found = cls.completed(found)
         lines = [
             InitErrorDetails(
-                type=_error(_CONFLICT, text), loc=(key,) if key else (), input=found.get(key)
+                type=error_of(_CONFLICT, text), loc=(key,) if key else (), input=found.get(key)
             )
             for key, text in cls.conflicts(found, info.context)
         ]
@@ -183,8 +80,8 @@ class Recipe(Entry):
 def _again(error: ErrorDetails) -> InitErrorDetails:
     """An error as it is given to pydantic."""
     kind, context = error["type"], error.get("ctx", {})
-    own = kind in (_KIND, _VALUE, _FINITE)
-    given = _error(kind, context.get("text") or error["msg"]) if own else kind
+    own = kind in (KIND, VALUE, FINITE)
+    given = error_of(kind, context.get("text") or error["msg"]) if own else kind
     return InitErrorDetails(type=given, loc=error["loc"], input=error["input"], ctx=context)
 
 
@@ -250,7 +147,7 @@ _TYPES = {
 }
 _KEY = "[key]"  # how pydantic says that the key is meant, not its value
 _UNKNOWN = {"extra_forbidden", "invalid_key", "string_unicode"}
-_STRUCTURE = {*_TYPES, *_UNKNOWN, "missing", _KIND}
+_STRUCTURE = {*_TYPES, *_UNKNOWN, "missing", KIND}
 
 
 def _sentences(
@@ -263,7 +160,7 @@ def _sentences(
     structure = [error for error in errors if error["type"] in _STRUCTURE]
     values = [error for error in errors if error["type"] not in _STRUCTURE]
     taken = {error["loc"] for error in values if error["type"] == _CONFLICT}
-    values = [e for e in values if e["type"] != _VALUE or e["loc"] not in taken]
+    values = [e for e in values if e["type"] != VALUE or e["loc"] not in taken]
     if schema.order:
         values.sort(key=lambda error: _place(error, schema.order))
     return Problems(
@@ -277,9 +174,9 @@ def _sentences(
 
 def _place(error: ErrorDetails, order: Sequence[str]) -> int:
     key = str(error["loc"][0])
-    if error["type"] == _FINITE:  # after all others
+    if error["type"] == FINITE:  # after all others
         return len(order) + order.index(key)
-    if error["type"] in (_VALUE, _CONFLICT):
+    if error["type"] in (VALUE, _CONFLICT):
         return order.index(key)
     return len(order) - 1 - order[::-1].index(key)
 
