@@ -129,6 +129,11 @@ class Adding(LearningVerb):
         if "labels" in find_objective(recipe.objective, "add").needs:
             return objective, policy_for(recipe.select, setup.tasks, recipe.seed)
         # Labels of the images that are learned from may not be looked at, those of others may.
+        if recipe.method == "search" and not setup.judges:
+            raise UsageError(
+                f"--method search compares accuracies, but --objective {recipe.objective} looks "
+                "at no labels; --select val has others"
+            )
         return objective, keep_last(setup.tasks, Scoring.AT_END if setup.judges else Scoring.NEVER)
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:

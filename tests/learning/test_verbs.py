@@ -11,7 +11,7 @@ import pytest
 import yaml
 from learned_runs import write_world
 
-from atlas_cli.errors import ClosedError
+from atlas_cli.errors import ClosedError, UsageError
 from atlas_cli.learning import events
 from atlas_cli.learning.add import add
 from atlas_cli.learning.finetune import VectorOutput, finetune
@@ -56,6 +56,14 @@ def test_every_verb_gives_a_recipe_that_merges_and_says_nothing(world, capfd):
     assert [row[""] for row in results[2].rows][-2:] == ["ties", "individual"]
     assert results[3].before.keys() == {"agreement", "entropy", "skew", "merit"}
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_search_without_labels_is_refused(world):
+    recipe = AddRecipe(
+        data=[str(world / "photos")], objective="entropy", method="search", **keys(world)
+    )
+    with pytest.raises(UsageError, match="--objective entropy looks at no labels"):
+        add(recipe)
 
 
 def test_a_listener_gets_what_happens_in_order(world):
