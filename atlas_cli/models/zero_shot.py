@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.checkpoint import open_safetensors, write_tensors
 from atlas_cli.models.clip import Clip
-from atlas_cli.sources.cache import cache_folder
+from atlas_cli.sources.locate import cache_folder
 
 Warn = Callable[[str], None]
 _PROMPTS_AT_ONCE = 256

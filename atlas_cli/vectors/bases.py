@@ -15,8 +15,14 @@ from atlas_cli.core import storage
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.models.clip import Blueprint, check_activation, read_architecture, read_tensors
-from atlas_cli.sources import cache
-from atlas_cli.sources.locate import Source
+from atlas_cli.sources.locate import (
+    XXH3,
+    CachedDigest,
+    Source,
+    load_digests,
+    save_digests,
+    stat_files,
+)
 from atlas_cli.vectors.format import belongs, digest, fingerprint, in_scope
 
 _AHEAD = 4  # blocks that may wait to be hashed; each is in memory until then
@@ -32,8 +38,8 @@ class BlockHashes:
         self._scope = scope
         # Another version may name blocks anew.
         self._what = f"XXH3 of blocks of {scope} by atlas {__version__}"
-        self._stats = cache.stat_files(files)
-        found = cache.load_digests(self._what, self._stats, names, cache.XXH3)
+        self._stats = stat_files(files)
+        found = load_digests(self._what, self._stats, names, XXH3)
         self._digests = {name: bytes.fromhex(known.digest) for name, known in found.items()}
         self._norms = {name: known.norm for name, known in found.items()}
         self._begun: dict[str, Future[bytes]] = {}
@@ -53,10 +59,8 @@ class BlockHashes:
         if self._begun:
             self._digests |= {name: future.result() for name, future in self._begun.items()}
             self._begun.clear()
-            found = {
-                n: cache.CachedDigest(self._digests[n].hex(), self._norms[n]) for n in self._digests
-            }
-            cache.save_digests(self._what, self._stats, found)
+            found = {n: CachedDigest(self._digests[n].hex(), self._norms[n]) for n in self._digests}
+            save_digests(self._what, self._stats, found)
         return fingerprint(self._scope, self._digests)
 
 

@@ -10,8 +10,7 @@ from conftest import write_open_clip
 
 from atlas_cli.models.clip import Clip, import_open_clip, open_model
 from atlas_cli.models.zero_shot import compute_head, zero_shot_head
-from atlas_cli.sources.cache import cache_folder
-from atlas_cli.sources.locate import locate
+from atlas_cli.sources.locate import cache_folder, locate
 from atlas_cli.sources.references import parse_reference
 
 CLASSES = [f"thing {number}" for number in range(23)] + ["cat", "{odd}"]

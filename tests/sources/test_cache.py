@@ -13,17 +13,17 @@ import torch
 from conftest import Result, write_open_clip
 from safetensors.torch import load_file, save_file
 
-from atlas_cli.sources import cache
-from atlas_cli.sources import locate as sources
-from atlas_cli.sources.cache import (
+from atlas_cli.sources import locate as cache
+from atlas_cli.sources.locate import (
     CachedDigest,
     cache_folder,
     load_digests,
+    locate,
     save_digests,
     stat_files,
 )
-from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
+from atlas_cli.vectors import bases
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Options, extract_to
@@ -200,12 +200,10 @@ def test_a_read_only_cache_costs_nothing_but_time(as_ordinary_user, tmp_path: Pa
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files and blocks that are hashed while a test runs."""
-    from atlas_cli.vectors import bases
-
     found: list[str] = []
-    of_file, of_block = sources.sha256_of, bases.digest
+    of_file, of_block = cache.sha256_of, bases.digest
     monkeypatch.setattr(
-        sources, "sha256_of", lambda path: found.append(path.parent.name) or of_file(path)
+        cache, "sha256_of", lambda path: found.append(path.parent.name) or of_file(path)
     )
     monkeypatch.setattr(
         bases, "digest", lambda name, values: found.append(name) or of_block(name, values)
@@ -261,7 +259,8 @@ def test_the_bytes_are_the_same_with_and_without_a_cache(
     remembered = extract(models, "one")
     monkeypatch.setenv("ATLAS_CACHE", str(models / "elsewhere"))
     assert extract(models, "one") == remembered
-    monkeypatch.setattr(cache, "load_digests", lambda *asked: {})
+    for module in (cache, bases):
+        monkeypatch.setattr(module, "load_digests", lambda *asked: {})
     assert extract(models, "one") == remembered
 
 

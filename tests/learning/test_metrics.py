@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_cli.core.metrics import mcnemar, mean_class_accuracy, top_k, wilson
+from atlas_cli.learning.evaluate import mcnemar, mean_class_accuracy, top_k, wilson
 
 
 def test_equal_logits_go_to_the_lower_class():
