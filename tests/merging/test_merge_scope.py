@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from merge_runs import digests, llama, read_model, write_model, write_recipe
+from mergekit_cases import fixture
+from method_cases import NET_SHAPES
 from tiles import merge as merge_tensors
 
 from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.models.clip import import_open_clip
 
 ROOMY = ("--memory", "8GB")  # the process of the tests itself is in the budget
 
@@ -94,28 +92,17 @@ def test_small_tensors_keep_less_if_the_model_is_one_vector(call, models: Path):
 
 
 def test_ties_over_the_whole_model_is_that_of_fusion_bench(call, models: Path):
-    import_open_clip()
-    bench = pytest.importorskip("fusion_bench")
-    ties = pytest.importorskip("fusion_bench.method.ties_merging.ties_merging")
-    states = [llama(number) for number in range(4)]
-    for number, state in enumerate(states):
-        write_model(models / ("base" if number == 0 else f"m{number}"), state)
-    dotless = [{name.replace(".", "/"): t for name, t in state.items()} for state in states]
-    base, *tuned = (torch.nn.ParameterDict(copy.deepcopy(state)) for state in dotless)
-    pool = bench.BaseModelPool(
-        {"_pretrained_": base} | {f"t{number}": one for number, one in enumerate(tuned)}
-    )
-    algorithm = ties.TiesMergingAlgorithm(
-        scaling_factor=0.3, threshold=20, remove_keys=[], merge_func="mean"
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        wanted = algorithm.run(pool).state_dict()
+    kept = fixture("methods")
+    for label, folder in (("base", "base"), ("0", "m1"), ("1", "m2"), ("2", "m3")):
+        write_model(models / folder, {name: kept[f"nets/{label}/{name}"] for name in NET_SHAPES})
     conventions = {"zero_sign": "majority", "divisor": "count", "rounding": "above", "lambda": 0.3}
     recipe = recipe_of("ties", {"weight": 1.0, "density": 0.2}, **conventions)
     result = call("merge", write_recipe(models / "r.yaml", recipe), "-o", "out", *ROOMY)
     assert result.code == 0, result.err
-    for name, found in read_model(models / "out").items():
-        torch.testing.assert_close(found, wanted[name.replace(".", "/")], rtol=1e-5, atol=1e-6)
+    merged = read_model(models / "out")
+    assert merged.keys() == NET_SHAPES.keys()
+    for name, found in merged.items():
+        torch.testing.assert_close(found, kept[f"nets/ties-all/{name}"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("changed", ["a parameter by layer", "dtypes"])
