@@ -1,4 +1,4 @@
-"""Make tests/fixtures: what mergekit, PEFT and FusionBench give for tiny inputs.
+"""Make tests/fixtures: what mergekit, PEFT, FusionBench and clip-benchmark give for tiny inputs.
 
     ATLAS_MERGEKIT_PYTHON=/path/to/python python tests/make_fixtures.py [NAME ...]
 
@@ -268,9 +268,40 @@ def fusion_bench_methods(given: Tensors) -> Tensors:
     return {f"nets/{run}/{name}": t for run, merged in runs.items() for name, t in merged.items()}
 
 
+# clip-benchmark -------------------------------------------------------------------------------
+
+
+def clip_benchmark_scores(given: Tensors) -> Tensors:
+    """What clip-benchmark counts on the digits of the built-in model, and its zero-shot head."""
+    from atlas_cli.cli.app import main
+    from atlas_cli.datasets import builtin
+    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.sources.references import builtin_model
+
+    open_clip = import_open_clip()
+    from clip_benchmark.metrics.zeroshot_classification import evaluate, zero_shot_classifier
+    from torchvision.datasets import ImageFolder
+
+    name = f"local-dir:{builtin_model('tiny')}"
+    model, _, transform = open_clip.create_model_and_transforms(name)
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        assert main(["draw", "builtin:digits", "-o", f"{folder}/digits", "-q"]) == 0
+        images = ImageFolder(f"{folder}/digits/test", transform)
+        names = [one.replace("_", " ") for one in images.classes]
+        templates = [one.replace("{}", "{c}") for one in builtin.TASKS["digits"].templates]
+        asked = (open_clip.get_tokenizer(name), names, templates, "cpu")
+        loader = torch.utils.data.DataLoader(images, batch_size=50)
+        scores = evaluate(model, loader, *asked, amp=False, verbose=False)
+        weights = zero_shot_classifier(model, *asked, amp=False)
+    right = torch.tensor(round(scores["acc1"] * len(images)))
+    return {"right": right, "weights": weights.detach().contiguous()}
+
+
 MAKERS: dict[str, list[tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]]] = {
     "mergekit_methods": [(draw_sets, mergekit_methods)],
     "mergekit_recipes": [(draw_models, mergekit_recipes)],
+    "clip_benchmark": [(dict, clip_benchmark_scores)],
     "methods": [(draw_deltas, peft_methods), (draw_nets, fusion_bench_methods)],
 }
 

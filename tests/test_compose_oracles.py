@@ -37,7 +37,6 @@ from atlas_cli.vectors.pool import compose_pool, open_pool
 import_open_clip()  # mends torchvision, which the libraries below import too
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-fusion = pytest.importorskip("fusion_bench.models.wrappers.layer_wise_fusion")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
@@ -88,6 +87,8 @@ def loss_of(features: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def both(base: Pooled):
     """Three fine-tuned towers, composed by FusionBench and by us with the same coefficients."""
+    from fusion_bench.models.wrappers import layer_wise_fusion as fusion
+
     finetuned = [tuned(base, seed) for seed in (1, 2, 3)]
     parameters = {name: tensor.detach() for name, tensor in base.named_parameters()}
     stacks = {
@@ -113,6 +114,7 @@ def both(base: Pooled):
     return theirs, ours, coefficients
 
 
+@pytest.mark.slow
 def test_composed_weights_are_those_of_fusion_bench(both):
     theirs, ours, coefficients = both
     composed = compose(ours, coefficients)
@@ -122,6 +124,7 @@ def test_composed_weights_are_those_of_fusion_bench(both):
         assert relative(tensor, wanted[name].detach()) < 1e-6
 
 
+@pytest.mark.slow
 def test_features_loss_and_gradient_are_those_of_fusion_bench(both, base: Pooled):
     theirs, ours, coefficients = both
     theirs.merge_weights()
@@ -139,6 +142,7 @@ def test_features_loss_and_gradient_are_those_of_fusion_bench(both, base: Pooled
     assert relative(found, theirs.merge_weight.grad) < 1e-6
 
 
+@pytest.mark.slow
 def test_ten_steps_of_descent_reach_the_coefficients_that_fusion_bench_reaches(both, base: Pooled):
     """One set of plain gradient steps with each: errors would add up."""
     theirs, ours, coefficients = both
@@ -178,6 +182,7 @@ class Fixed(StatelessData):
         return 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-3, 0.2])
 def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: Pooled, rate: float):
     """Five steps; at the higher rate coefficients reach both bounds.

@@ -1,4 +1,4 @@
-"""What is kept in tests/fixtures is what mergekit, PEFT and FusionBench give today."""
+"""What is kept in tests/fixtures is what mergekit, PEFT, FusionBench and clip-benchmark give."""
 
 from __future__ import annotations
 

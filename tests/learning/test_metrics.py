@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from atlas_cli.learning.evaluate import mcnemar, mean_class_accuracy, top_k, wilson
 
@@ -19,18 +20,14 @@ def test_mean_class_accuracy_weighs_classes_equally():
     assert mean_class_accuracy([True, False], [7, 7]) == 0.5
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_wilson_interval_is_scipys(counts: tuple[int, int]):
-    stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(*counts).proportion_ci(0.95, method="wilson")
     assert wilson(*counts) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=300))
 def test_mcnemars_test_is_scipys_binomial_test(pairs: list[tuple[bool, bool]]):
-    stats = pytest.importorskip("scipy.stats")
     ours, theirs = zip(*pairs, strict=True)
     only = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
     expected = stats.binomtest(only[0], sum(only)).pvalue if sum(only) else 1.0

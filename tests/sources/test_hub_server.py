@@ -1,5 +1,8 @@
 """The loopback Hub against the real client, and what that client does when things go wrong.
 
+What the client does is its own affair and is looked at with the slow tests; what atlas makes of
+it is in test_hub.py.
+
 Every call runs in a process of its own, since the client reads its settings on import. There
 ``time.sleep`` is replaced by a record of the seconds asked for, so back-off costs no time.
 """
@@ -154,6 +157,7 @@ def test_large_files_have_the_sha256_as_etag(hub, commit):
 # Downloads.
 
 
+@pytest.mark.slow
 def test_snapshot_by_branch_tag_and_commit(hub, commit, tmp_path):
     env = hub.env(tmp_path)
     first = call(env, "snapshot_download", "owner/name", allow_patterns=["*.json", "sub/*"])
@@ -167,6 +171,7 @@ def test_snapshot_by_branch_tag_and_commit(hub, commit, tmp_path):
     assert {name: len(hub.gets(name)) for name in FILES} == dict.fromkeys(FILES, 1)
 
 
+@pytest.mark.slow
 def test_a_moved_branch_fetches_only_what_changed(hub, commit, tmp_path):
     env = hub.env(tmp_path)
     call(env, "snapshot_download", "owner/name")
@@ -181,11 +186,13 @@ def test_a_moved_branch_fetches_only_what_changed(hub, commit, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.slow
 def test_single_file(hub, commit, tmp_path, name):
     done = call(hub.env(tmp_path), "hf_hub_download", "owner/name", name, revision="v1.0")
     assert Path(done.value).read_bytes() == FILES[name]
 
 
+@pytest.mark.slow
 def test_model_info_gives_the_commit(hub, commit, tmp_path):
     done = call(hub.env(tmp_path), "model_info", "owner/name", revision="release/2", timeout=5)
     assert done.value == commit
@@ -194,6 +201,7 @@ def test_model_info_gives_the_commit(hub, commit, tmp_path):
 # Connections that break.
 
 
+@pytest.mark.slow
 def test_a_cut_download_starts_again(hub, commit, tmp_path):
     hub.cut_after("model.safetensors", 1000)
     env = hub.env(tmp_path)
@@ -206,6 +214,7 @@ def test_a_cut_download_starts_again(hub, commit, tmp_path):
     assert [request.headers.get("Range") for request in hub.gets("model.safetensors")] == [None] * 2
 
 
+@pytest.mark.slow
 def test_a_cut_download_resumes_after_the_last_whole_piece(hub, tmp_path):
     data = bytes(range(256)) * (5 * CHUNK // 1024)  # a piece and a quarter
     hub.add("owner/large", {"model.bin": data})
@@ -221,6 +230,7 @@ def test_a_cut_download_resumes_after_the_last_whole_piece(hub, tmp_path):
 
 
 @pytest.mark.skipif(CLIENT < (2, 4), reason="the retries of this client are other ones")
+@pytest.mark.slow
 def test_the_client_gives_up_after_five_more_tries(hub, commit, tmp_path):
     hub.cut_after("model.safetensors", 1000, times=100)
     failed = call(hub.env(tmp_path), "snapshot_download", "owner/name")
@@ -231,6 +241,7 @@ def test_the_client_gives_up_after_five_more_tries(hub, commit, tmp_path):
     assert not list(tmp_path.rglob("*.incomplete"))  # nothing for a later process to resume from
 
 
+@pytest.mark.slow
 def test_a_reset_connection_fails_and_the_next_call_succeeds(hub, commit, tmp_path):
     hub.cut_after("model.safetensors", 1000, reset=True)
     env = hub.env(tmp_path)
@@ -263,6 +274,7 @@ def test_a_reset_connection_fails_and_the_next_call_succeeds(hub, commit, tmp_pa
         ("hf_hub_download", ["owner/gated", "config.json"], "GatedRepoError", 401),
     ],
 )
+@pytest.mark.slow
 def test_not_found_and_not_allowed(hub, commit, tmp_path, name, args, kind, status):
     for repo, gated in (("owner/private", False), ("owner/gated", True)):
         hub.add(repo, FILES)
@@ -277,12 +289,14 @@ def test_not_found_and_not_allowed(hub, commit, tmp_path, name, args, kind, stat
     assert failed.slept == []
 
 
+@pytest.mark.slow
 def test_a_short_commit_is_no_revision(hub, commit, tmp_path):
     failed = call(hub.env(tmp_path), "snapshot_download", "owner/name", revision=commit[:8])
     assert failed.is_a("RevisionNotFoundError")
 
 
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.slow
 def test_tokens(hub, commit, tmp_path, gated):
     hub.require_token("owner/name", "hf_right", gated=gated)
     wrong = call(hub.env(tmp_path, HF_TOKEN="hf_wrong"), "snapshot_download", "owner/name")
@@ -293,6 +307,7 @@ def test_tokens(hub, commit, tmp_path, gated):
     assert hub.requests[-1].headers["Authorization"] == "Bearer hf_right"
 
 
+@pytest.mark.slow
 def test_an_unavailable_server(hub, commit, tmp_path):
     env = hub.env(tmp_path)
     hub.fail_with(503, times=1)
@@ -309,6 +324,7 @@ def test_an_unavailable_server(hub, commit, tmp_path):
 # No server.
 
 
+@pytest.mark.slow
 def test_unreachable(tmp_path):
     env = client_env(closed_endpoint(), tmp_path)
     by_branch = call(env, "snapshot_download", "owner/name")
@@ -322,6 +338,7 @@ def test_unreachable(tmp_path):
         assert by_commit.slept == file.slept == [1, 2, 4, 8, 8]
 
 
+@pytest.mark.slow
 def test_unreachable_with_a_cache(hub, commit, tmp_path):
     call(hub.env(tmp_path), "snapshot_download", "owner/name")
     env = client_env(closed_endpoint(), tmp_path)
@@ -331,6 +348,7 @@ def test_unreachable_with_a_cache(hub, commit, tmp_path):
         assert done.slept == []
 
 
+@pytest.mark.slow
 def test_model_info_can_be_told_how_long_to_wait(tmp_path):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -341,6 +359,7 @@ def test_model_info_can_be_told_how_long_to_wait(tmp_path):
     assert failed.seconds < 5
 
 
+@pytest.mark.slow
 def test_offline(hub, commit, tmp_path):
     offline = hub.env(tmp_path, HF_HUB_OFFLINE="1")
     failed = call(offline, "snapshot_download", "owner/name")
