@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(home: Path) -> None:
-    """Every test begins with nothing kept."""
+def own_surroundings(home: Path) -> Iterator[None]:
+    """Every test begins with an empty cache and leaves no process behind."""
     os.environ["ATLAS_CACHE"] = str(home / f"cache{next(_NUMBERS)}")
+    yield
+    warm.kill_started()
 
 
 @pytest.fixture

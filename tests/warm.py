@@ -40,6 +40,7 @@ READ_ANEW = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN")
 SETTINGS = ("HF_", "HUGGING", "PYTHON", "OMP_", "MKL_", "LD_", "LC_", "LANG")
 COLD = [sys.executable, "-m", "atlas_cli"]
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+_started: list[subprocess.Popen[Any]] = []
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 PROGRAM = """#!{python} -IS
@@ -58,9 +59,9 @@ streams = [number for number in (0, 1, 2) if is_open(number)]
 child, early = 0, []
 def forward(number, frame):
     os.kill(child, number) if child else early.append(number)
+ignored = [number for number in (2, 15) if signal.getsignal(number) == signal.SIG_IGN]
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, forward)
+    signal.signal(number, forward)
 os.umask(mask := os.umask(0))
 asked = json.dumps({{
     "arguments": sys.argv[1:],
@@ -69,7 +70,7 @@ asked = json.dumps({{
     "umask": mask,
     "streams": streams,
     "limits": [resource.getrlimit(limit) for limit in LIMITS],
-    "ignored": [n for n in (2, 15) if signal.getsignal(n) == signal.SIG_IGN],
+    "ignored": ignored,
 }}).encode("utf-8", "surrogateescape")
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -125,6 +126,24 @@ def atlas() -> list[str]:
 
     atexit.register(end)
     return [str(program)]
+
+
+def start(*arguments: str | Path, **more: Any) -> subprocess.Popen[Any]:
+    """A process of atlas with pipes; it is killed after the test if it still runs."""
+    pipe = subprocess.PIPE
+    given = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, **more}
+    process = subprocess.Popen([*atlas(), *map(str, arguments)], **given)
+    _started.append(process)
+    return process
+
+
+def kill_started() -> None:
+    """End what start() began and the test left running."""
+    while _started:
+        process = _started.pop()
+        with process:  # closes its pipes and waits for it
+            if process.poll() is None:
+                process.kill()
 
 
 def serve(listening: socket.socket) -> None:

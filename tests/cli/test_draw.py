@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
+from conftest import TIMEOUT
 from PIL import Image
-from warm import atlas
+from warm import start
 
 from atlas_cli.datasets import builtin
 from atlas_cli.datasets.dataset import few_shot, open_dataset
@@ -53,16 +52,11 @@ def test_an_existing_folder_is_left_alone(call, photos: Path):
 
 
 def test_an_interrupted_drawing_leaves_nothing(tmp_path: Path):
-    process = subprocess.Popen(
-        [*atlas(), "draw", "builtin:digits", "-o", f"{tmp_path}/x"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-    )
-    deadline = time.monotonic() + 30
+    process = start("draw", "builtin:digits", "-o", tmp_path / "x")
+    deadline = time.monotonic() + TIMEOUT
     while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, err) == (130, "atlas: interrupted\n")
     assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_images
+from conftest import TIMEOUT, write_images
 from finetuned import opened, read_split, write_task, write_world
 from safetensors.torch import load_file
-from test_learning import kill_and_resume, start
+from stopping import kill_and_resume
+from warm import start
 
 WEIGHTS = "open_clip_model.safetensors"
 QUICK = ("--batch-size", "9", "--epochs", "2", "--lr", "1e-3", "--augment", "none", "--quiet")
@@ -234,7 +235,7 @@ def test_an_interrupt_stops_after_the_step_and_keeps_where_it_was(world, tmp_pat
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, out) == (130, "")
     assert err.endswith("--resume goes on\natlas: interrupted\n")
     assert "Traceback" not in err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Result, write_images, write_open_clip
+from conftest import TIMEOUT, Result, write_images, write_open_clip
 from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from warm import atlas
+from stopping import kill_and_resume
+from warm import start
 
 QUICK = ("--batch-size", "6", "--min-steps", "2", "--epochs", "2", "--quiet")
 CLASSES = ("cat", "dog", "fish")
@@ -70,12 +69,6 @@ def arguments(world: Path, *more: str | Path, command: str = "fit") -> list[str]
     data = [str(world / w) if (world / w).exists() else w for w in COMMANDS[command]]
     given = [command, *data, "--model", world / "base", "--vectors", world / "v"]
     return [str(argument) for argument in (*given, *QUICK, *more)]
-
-
-def start(*given: str | Path) -> subprocess.Popen[str]:
-    command = [*atlas(), *map(str, given)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ)
 
 
 # What comes out -------------------------------------------------------------------------------
@@ -248,28 +241,6 @@ def test_every_way_to_select_learns_something(call, world, select: str):
 LONG = ("--batch-size", "24", "--min-steps", "10")
 
 
-def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
-    """Kill a run some time after it has saved something, again and again; how often it was."""
-    dice = random.Random(0)
-    killed = 0
-    while killed < times:
-        state = folder / "state.safetensors"
-        before = state.stat().st_mtime_ns if state.exists() else 0
-        process = start(*given, "-o", folder, "--resume")
-        while process.poll() is None:
-            if state.exists() and state.stat().st_mtime_ns != before:
-                time.sleep(dice.uniform(0, 0.3))
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.005)
-        _, err = process.communicate()
-        if process.returncode != -signal.SIGKILL:
-            assert process.returncode == 0, err
-            break
-        killed += 1
-    return killed
-
-
 def check_resumed(
     run: Callable[..., Result], world: Path, tmp_path: Path, times: int, command: str
 ) -> None:
@@ -310,7 +281,7 @@ def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     assert err.endswith("atlas: interrupted\n")
     assert "Traceback" not in err

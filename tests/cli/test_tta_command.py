@@ -7,18 +7,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Result, write_open_clip
+from conftest import TIMEOUT, Result, write_open_clip
 from learned_runs import WEIGHTS, write_tuned
 from PIL import Image
 from safetensors.torch import load_file
-from warm import atlas
+from warm import start
 
 CLASSES = ("cat", "dog", "fish")
 QUICK = ("--batch-size", "8", "--epochs", "2", "--quiet")
@@ -271,12 +270,6 @@ def paths_of(world: Path) -> list[str]:
     return [str(path) for path in sorted((world / "photos").rglob("*.png"))]
 
 
-def start(*given: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [*atlas(), *given]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
 def test_every_image_has_its_line_before_the_next_one_comes(world):
     process = start(*online(world))
     assert process.stdin is not None
@@ -288,7 +281,7 @@ def test_every_image_has_its_line_before_the_next_one_comes(world):
         row = json.loads(process.stdout.readline())
         assert row["image"] == path
         assert ("error" in row) == (path == "gone.png")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, out) == (0, "")
     assert err.endswith("atlas: stdin ended after 6 images; learned from 4\n")
 
@@ -318,7 +311,7 @@ def test_a_reader_that_goes_away_ends_the_stream_and_what_was_learned_is_kept(wo
     process.stdout.readline()
     process.stdout.close()
     process.stdout = None
-    _, err = process.communicate("".join(f"{path}\n" for path in paths_of(world)), timeout=60)
+    _, err = process.communicate("".join(f"{path}\n" for path in paths_of(world)), timeout=TIMEOUT)
     assert process.returncode == 0
     assert "atlas: the reader went away after" in err
     assert "Traceback" not in err
@@ -333,7 +326,7 @@ def test_an_interrupt_while_waiting_keeps_what_was_learned(world, tmp_path):
     process.stdin.flush()
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert (tmp_path / "run" / "state.safetensors").exists(), err
@@ -346,8 +339,7 @@ def test_an_interrupt_while_waiting_keeps_what_was_learned(world, tmp_path):
 def test_a_killed_run_goes_on_to_the_same_bytes(run, world, tmp_path):
     given = arguments(world, world / "photos", *MOVED, "--epochs", "40")
     folder = tmp_path / "killed"
-    command = [*atlas(), *given, "-o", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(*given, "-o", folder)
     while not (folder / "state.safetensors").exists():
         assert process.poll() is None
     process.kill()

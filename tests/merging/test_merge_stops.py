@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from merge_runs import digests, linear, llama, write_model, write_recipe
-from warm import atlas
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.merging.staging import StagingFolder, check_space, check_target
@@ -34,8 +34,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(recipe: Path) -> subprocess.Popen[bytes]:
-    command = [*atlas(), "merge", str(recipe), "-o", "out", "-q"]
-    return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return warm.start("merge", recipe, "-o", "out", "-q", text=False)
 
 
 def pieces_in(journal: Path) -> int:
@@ -155,7 +154,7 @@ def test_a_system_without_file_locks_and_positioned_writes_merges_too(run_python
         "os.chdir(sys.argv[1]); sys.exit(main(['merge', 'r.yaml', '-o', sys.argv[2]]))"
     )
     assert run_python(code, str(tmp_path), "bare") == "bare\n"
-    process = subprocess.run([*atlas(), "merge", str(recipe), "-o", "usual"], cwd=tmp_path)
+    process = subprocess.run([*warm.atlas(), "merge", str(recipe), "-o", "usual"], cwd=tmp_path)
     assert process.returncode == 0
     assert digests(tmp_path / "bare") == digests(tmp_path / "usual")
 
