@@ -1,13 +1,14 @@
-"""A plan -> bytes in files: pieces of tensors made by a few threads within a memory budget."""
+"""A request -> a plan -> bytes in files: tensors are made by threads within a memory budget."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,17 +18,246 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.merging.plan import Output, Plan
-from atlas_cli.merging.produce import CPU, Producer, check_finite, is_finite
-from atlas_cli.merging.staging import StagingFolder
+from atlas_cli.io.checkpoint import header_text
+from atlas_cli.io.files import StagingFolder, check_space, write_text
+from atlas_cli.io.tensors import LazyTensors
+from atlas_cli.merging.plan import (
+    Output,
+    Plan,
+    Resolved,
+    check_fit,
+    check_together,
+    lay_out,
+    open_layout,
+    open_like,
+    plan_files,
+    resolve_all,
+)
+from atlas_cli.merging.produce import (
+    CPU,
+    ByMethod,
+    Conversion,
+    Model,
+    Producer,
+    check_finite,
+    is_finite,
+    open_learned,
+)
+from atlas_cli.merging.provenance import (
+    MANIFEST,
+    Evaluated,
+    Located,
+    Shown,
+    card_text,
+    check_hashes,
+    identity_of,
+    lock_text,
+    locked,
+    promised_hashes,
+    take_hashes,
+    written_hashes,
+)
+from atlas_cli.models.folders import companion_files, copy_companion_files
+from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
+from atlas_cli.recipes.merge import Merge
+from atlas_cli.registry import MERGE_METHODS
 
+_HASHERS = 2
+_KEY = "atlas_recipe"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_RESERVE = 64 << 20  # what the interpreter and torch still take when they begin to work
+_RESERVE = 64 << 20  # bytes that the interpreter and torch still take when they begin to work
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of the machine a merge may take."""
+
+    memory: int = 512_000_000
+    threads: int = 1
+    device: torch.device = CPU
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """A checked recipe, the files of its models, and the folder for the result."""
+
+    merge: Merge
+    located: Mapping[str, Located]
+    target: Path
+    limits: Limits = field(default_factory=Limits)
+    shard: int = 5_000_000_000
+    evaluation: Evaluated | None = None
+
+
+@dataclass(frozen=True)
+class PreparedMerge:
+    """A merge that is ready to be written: all inputs are open and fit each other."""
+
+    request: MergeRequest
+    producer: Producer
+    plan: Plan
+    resolved: Mapping[str, Resolved]
+    peak: int  # bytes of memory for the largest tile
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of all inputs."""
+        found = self.request.located.values()
+        return sum(path.stat().st_size for one in found for path in one.model.weights)
+
+    @property
+    def companions(self) -> list[str]:
+        """The files that are copied along with the weights."""
+        layout = self.request.located[self.request.merge.layout]
+        return [path.name for path in companion_files(layout.model)]
+
+
+# Preparing ------------------------------------------------------------------------------------
+
+
+def prepare(request: MergeRequest) -> PreparedMerge:
+    """Open every header, check that all fits, and plan every byte. Reads no values of models."""
+    merge, located = request.merge, request.located
+    layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
+    producer, resolved, names = _choose_producer(request, layout)
+    clip = is_clip(layout.tensors) and not is_transformers(layout.tensors)
+    # open_clip looks for one file of this name.
+    stem, limit = ("open_clip_model", 1 << 62) if clip else ("model", request.shard)
+    groups = lay_out(layout.tensors, names, merge, limit=limit, stem=stem)
+    promise = locked(merge, located, promised_hashes(merge, located))
+    plan = plan_files(groups, _metadata(promise))
+    check_device(plan, request.limits)
+    peak = check_memory(plan, producer, request.limits)
+    return PreparedMerge(request, producer, plan, resolved, peak)
+
+
+def _choose_producer(
+    request: MergeRequest, layout: Model
+) -> tuple[Producer, dict[str, Resolved], list[str]]:
+    """The producer of values, the parameters of every tensor, and the tensors that are merged."""
+    merge, limits = request.merge, request.limits
+    how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
+    if merge.method == "atlas":
+        source = request.located[merge.layout].model
+        learned = open_learned(merge.recipe, source, layout, how)
+        return learned, {}, [name for name in layout.tensors if learned.changes(name)]
+    names = [n for n, t in layout.tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
+    opened: dict[str, LazyTensors] = {merge.layout: layout.tensors}
+    for reference in merge.references:
+        if reference not in opened:
+            opened[reference] = open_like(reference, request.located[reference], layout.tensors)
+    check_fit(layout.tensors, opened, cast=merge.recipe.dtype is not None)
+    resolved = resolve_all(merge, names)
+    models = tuple(Model(reference, opened[reference]) for reference, _ in merge.models)
+    base = Model(merge.base, opened[merge.base]) if merge.base else None
+    method = MERGE_METHODS[merge.method]
+    producer = ByMethod(method, layout, base, models, resolved, how)
+    if producer.together:
+        check_together(merge, resolved, {layout.tensors[name].dtype for name in names})
+    return producer, resolved, names
+
+
+def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
+    return {_KEY: json.dumps(recipe, sort_keys=True, ensure_ascii=False)}
+
+
+def resident() -> int:
+    """The bytes of memory that this process takes now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def working_memory(limits: Limits) -> int:
+    """The part of the budget that is left for tensors."""
+    return limits.memory - resident() - _RESERVE
+
+
+def check_device(plan: Plan, limits: Limits) -> None:
+    """Raise AtlasError if the device cannot compute in a dtype of the plan."""
+    wide = [made.name for made in plan.outputs if made.merged and made.compute == torch.float64]
+    if limits.device.type == "mps" and wide:
+        raise AtlasError(f"--device mps: has no float64, which {wide[0]} is computed in")
+
+
+def check_memory(plan: Plan, producer: Producer, limits: Limits) -> int:
+    """The bytes that the largest tile needs. Raises AtlasError if the budget is smaller."""
+    largest = max(plan.outputs, key=producer.need)
+    needed, there = producer.need(largest), working_memory(limits)
+    if needed > there:
+        total = (needed + limits.memory - there) / 1e6
+        raise AtlasError(
+            f"{largest.name}: needs {total:,.0f} MB of memory at once; use --memory {total:.0f}MB"
+        )
+    return needed
+
+
+def peak_memory(tile: int, limits: Limits) -> int:
+    """The bytes that the process will take: its own, and a tile per thread within the budget."""
+    return min(limits.memory, resident() + _RESERVE + tile * limits.threads)
+
+
+# Writing --------------------------------------------------------------------------------------
+
+
+def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count: None) -> None:
+    """Write the model, or go on with what a stopped run left. `advance` is told of bytes done."""
+    request, plan = prepared.request, prepared.plan
+    merge, located, target = request.merge, request.located, request.target
+    check_space(target, plan.bytes)
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        taken = pool.submit(take_hashes, merge, located, pool)
+        if merge.recipe.locked:
+            check_hashes(merge, taken.result())
+        identity = identity_of(merge, located, plan, request.limits.device.type)
+        try:
+            staging = StagingFolder(target, identity, {s.file: s.bytes for s in plan.shards})
+        except OSError as problem:
+            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
+        try:
+            run(plan, prepared.producer, staging, request.limits, advance)
+            _finish(prepared, staging, locked(merge, located, taken.result()))
+        except OSError as problem:
+            staging.abandon()
+            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
+        except AtlasError:
+            staging.abandon()
+            raise
+        finally:
+            staging.close()
+
+
+def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, Any]) -> None:
+    """Write headers and companion files, and give the folder its name."""
+    for number, shard in enumerate(prepared.plan.shards):
+        metadata = {**(_metadata(recipe) if number == 0 else {}), "format": "pt"}
+        text = header_text(shard.entries, metadata).ljust(shard.header)
+        staging.write(shard.file, 0, shard.header.to_bytes(8, "little") + text)
+    request, folder = prepared.request, staging.folder
+    word = request.merge.recipe.out_dtype or request.merge.recipe.dtype
+    dtype = word.removeprefix("torch.") if word else None
+    copy_companion_files(request.located[request.merge.layout].model, folder, dtype)
+    if (index := prepared.plan.index) is not None:
+        listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_text(folder / "model.safetensors.index.json", listed)
+    write_text(folder / MANIFEST, lock_text(recipe))
+    shown = None
+    if request.evaluation:
+        digests = written_hashes(prepared.plan, folder)  # they tell which results are of this model
+        shown = Shown(request.evaluation, request.target.absolute().name, digests)
+    write_text(folder / "README.md", card_text(request.merge, recipe, request.located, shown))
+    staging.finish()
+
+
+# Threads --------------------------------------------------------------------------------------
 
 
 class Budget:
-    """Bytes of memory that several threads share. One that finds none waits."""
+    """Bytes of memory that threads share. A thread waits until enough are free."""
 
     def __init__(self, total: int) -> None:
         self._free = self.total = total
@@ -35,7 +265,7 @@ class Budget:
 
     @contextmanager
     def take(self, wanted: int) -> Iterator[None]:
-        """With so many bytes, once they are free."""
+        """Hold so many bytes, once they are free."""
         with self._changed:
             self._changed.wait_for(lambda: self._free >= wanted)
             self._free -= wanted
@@ -49,105 +279,71 @@ class Budget:
 
 @dataclass
 class _Statistics:
-    """What is known of whole tensors: found by the first thread that asks."""
+    """The statistics of whole tensors, computed by the first thread that asks for them."""
 
     outputs: tuple[Output, ...]
     lock: threading.Lock = field(default_factory=threading.Lock)
     known: bool = False
     value: Any = None
 
-    def by(self, maker: Producer) -> Any:
+    def by(self, producer: Producer) -> Any:
         with self.lock:
             if not self.known:
-                self.value, self.known = maker.statistics(self.outputs), True
+                self.value, self.known = producer.statistics(self.outputs), True
         return self.value
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What of the machine a merge may take."""
+class _Job:
+    """A piece of a tensor to make, or without spans the statistics of the tensor."""
 
-    memory: int = 512_000_000
-    threads: int = 1
-    device: torch.device = CPU
-    allow_nonfinite: bool = False
+    output: Output
+    number: int
+    spans: list[tuple[int, int]]
+    statistics: _Statistics
 
-
-def working_memory(limits: Limits) -> int:
-    """What the budget leaves for tensors, beside the program itself."""
-    return limits.memory - resident() - _RESERVE
-
-
-def resident() -> int:
-    """The bytes of memory that this process takes now; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def check_device(plan: Plan, limits: Limits) -> None:
-    """Raise AtlasError if the device cannot compute in a dtype of the plan."""
-    wide = [made.name for made in plan.outputs if made.merged and made.compute == torch.float64]
-    if limits.device.type == "mps" and wide:
-        raise AtlasError(f"--device mps: has no float64, which {wide[0]} is computed in")
-
-
-def check_memory(plan: Plan, maker: Producer, limits: Limits) -> int:
-    """The bytes that the largest tile needs. Raises AtlasError if the budget has not as many."""
-    largest = max(plan.outputs, key=maker.need)
-    needed, there = maker.need(largest), working_memory(limits)
-    if needed > there:
-        total = (needed + limits.memory - there) / 1e6
-        raise AtlasError(
-            f"{largest.name}: needs {total:,.0f} MB of memory at once; use --memory {total:.0f}MB"
-        )
-    return needed
-
-
-def peak_memory(tile: int, limits: Limits) -> int:
-    """What the process will take: itself, and as many tiles as threads within the budget."""
-    return min(limits.memory, resident() + _RESERVE + tile * limits.threads)
+    @property
+    def bytes(self) -> int:
+        width = self.output.dtype.itemsize
+        return (self.spans[-1][1] - self.spans[0][0]) * width if self.spans else 0
 
 
 def run(
-    plan: Plan, maker: Producer, part: StagingFolder, limits: Limits, advance: Callable[[int], None]
+    plan: Plan,
+    producer: Producer,
+    staging: StagingFolder,
+    limits: Limits,
+    advance: Callable[[int], None],
 ) -> None:
-    """Make every piece that is not there yet. `advance` hears of bytes that are done."""
+    """Make every piece that is not there yet. `advance` is told of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
     budget = Budget(working_memory(limits))
     shared = _Statistics(tuple(output for output in plan.outputs if output.merged))
     work: list[list[_Job]] = []
     # The largest first, so that no thread is left with a large one at the end.
     for output in sorted(plan.outputs, key=lambda output: -output.bytes):
-        statistics = shared if maker.together and output.merged else _Statistics((output,))
-        jobs = []
-        for number, spans in enumerate(output.pieces(whole=maker.whole(output))):
-            if (output.number, number) in part.done:
-                advance(_bytes(output, spans))
-            else:
-                jobs.append(_Job(output, number, spans, statistics))
-        work += [jobs] if jobs else []
+        statistics = shared if producer.together and output.merged else _Statistics((output,))
+        pieces = output.pieces(whole=producer.whole(output))
+        jobs = [_Job(output, number, spans, statistics) for number, spans in enumerate(pieces)]
+        left = [job for job in jobs if (output.number, job.number) not in staging.done]
+        advance(sum(job.bytes for job in jobs) - sum(job.bytes for job in left))
+        work += [left] if left else []
     _keep_freed_memory()
     with ThreadPool(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
-        for job in _surveys_ahead(work, limits.threads):
-            if job.spans:
-                start = starts[job.output.file]
-                future = pool.submit(_work, job, maker, part, budget, start, limits)
-            else:
-                future = pool.submit(_statistics, job, maker, budget)
-            waiting[future] = _bytes(job.output, job.spans)
+        for job in _statistics_ahead(work, limits.threads):
+            start = starts[job.output.file]
+            future = pool.submit(_do, job, producer, staging, budget, start, limits)
+            waiting[future] = job.bytes
         for future in as_completed(waiting):
             future.result()
             advance(waiting[future])
 
 
-def _surveys_ahead(work: list[list[_Job]], threads: int) -> Iterator[_Job]:
-    """All jobs, and before them one without spans that surveys the output.
+def _statistics_ahead(work: list[list[_Job]], threads: int) -> Iterator[_Job]:
+    """All jobs, and for each tensor one without spans that computes its statistics.
 
-    It comes so early that no thread waits while another one surveys what both work on.
+    It comes so early that no thread waits while another one computes what both need.
     """
     ahead = (replace(jobs[0], spans=[]) for jobs in work)
     yield from islice(ahead, threads - 1)
@@ -156,42 +352,36 @@ def _surveys_ahead(work: list[list[_Job]], threads: int) -> Iterator[_Job]:
         yield from jobs
 
 
-def _bytes(output: Output, spans: list[tuple[int, int]]) -> int:
-    return (spans[-1][1] - spans[0][0]) * output.dtype.itemsize if spans else 0
-
-
-@dataclass(frozen=True)
-class _Job:
-    output: Output
-    number: int
-    spans: list[tuple[int, int]]
-    statistics: _Statistics
-
-
-def _statistics(job: _Job, maker: Producer, budget: Budget) -> None:
-    with budget.take(maker.need(job.output)):
-        job.statistics.by(maker)
-
-
-def _work(
-    job: _Job, maker: Producer, part: StagingFolder, budget: Budget, start: int, limits: Limits
+def _do(
+    job: _Job,
+    producer: Producer,
+    staging: StagingFolder,
+    budget: Budget,
+    start: int,
+    limits: Limits,
 ) -> None:
     output, finite = job.output, not limits.allow_nonfinite
-    with budget.take(maker.need(output)):
-        statistics = job.statistics.by(maker)
+    with budget.take(producer.need(output)):
+        statistics = job.statistics.by(producer)
         for span in job.spans:
-            values = maker.make(output, span, statistics)
+            values = producer.make(output, span, statistics)
             if finite and not is_finite(values):
-                maker.check_inputs(output, span)  # to name the one that is at fault
+                producer.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
             offset = start + output.start + span[0] * output.dtype.itemsize
-            part.write(output.file, offset, values)
+            staging.write(output.file, offset, _bytes_of(values))
             del values
-    part.note((output.number, job.number))
+    if job.spans:
+        staging.note((output.number, job.number))
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    content: Any = values.contiguous().view(torch.uint8).numpy() if values.numel() else b""
+    return memoryview(content)
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library use the memory of a tile for the next one, not give it back between."""
+    """Let the C library reuse the memory of a tile for the next one instead of returning it."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
             ctypes.CDLL(None).mallopt(option, size)

@@ -14,9 +14,15 @@ from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merging.inputs import Located, open_layout
-from atlas_cli.merging.learned import STATISTICS, coefficient_table, open_learned
-from atlas_cli.merging.produce import Conversion, Model
+from atlas_cli.merging.plan import open_layout
+from atlas_cli.merging.produce import (
+    STATISTICS,
+    Conversion,
+    Model,
+    coefficient_table,
+    open_learned,
+)
+from atlas_cli.merging.provenance import Located
 from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
 from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source

@@ -1,77 +1,71 @@
-"""A recipe and the files behind it -> one model in a folder, written whole or not at all."""
+"""The verb `merge`: a recipe -> one model in a folder, written whole or not at all.
+
+This module imports no torch: that happens once the recipe, the folder and all inputs are known.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atlas_cli.errors import AtlasError
-from atlas_cli.io.checkpoint import header_text
-from atlas_cli.io.files import write_text
-from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merging.execute import Limits, check_device, check_memory, run
-from atlas_cli.merging.inputs import Located, check_fit, open_layout, open_like
-from atlas_cli.merging.learned import open_learned
-from atlas_cli.merging.lockfile import (
-    check_hashes,
-    identity_of,
-    lock_text,
-    locked,
-    promised_hashes,
-    take_hashes,
-    written_hashes,
-)
-from atlas_cli.merging.model_card import Evaluated, Shown, card_text
-from atlas_cli.merging.plan import Plan, Resolved, check_together, lay_out, plan_files, resolve_all
-from atlas_cli.merging.produce import ByMethod, Conversion, Model, Producer
-from atlas_cli.merging.staging import MANIFEST, StagingFolder, check_space, check_target
-from atlas_cli.models.folders import companion_files, copy_companion_files
-from atlas_cli.models.tensor_names import is_clip, is_transformers
-from atlas_cli.recipes.merge import Merge
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.merging.provenance import MANIFEST, Evaluated, Located
+from atlas_cli.sources.locate import COMPANION_FILES, locate
+from atlas_cli.sources.references import parse_reference, source_problems
 
-_HASHERS = 2
-_KEY = "atlas_recipe"
+if TYPE_CHECKING:
+    from atlas_cli.merging.execute import PreparedMerge
+    from atlas_cli.recipes.merge import Merge
+
+_MANY = 8  # threads; with more, a merge waits for the disk and for memory
 
 
 @dataclass(frozen=True)
-class MergeRequest:
-    """What is to be merged, and where to."""
+class MergeOptions:
+    """What concerns one run of a merge and does not change the values of the result.
 
-    merge: Merge
-    located: Mapping[str, Located]
-    target: Path
-    limits: Limits = field(default_factory=Limits)
+    `memory` and `shard` are bytes: of memory to use, and of a file before another one begins.
+    """
+
+    memory: int = 512_000_000
+    threads: int | None = None  # default: all cores, up to 8
+    device: str = "cpu"
     shard: int = 5_000_000_000
     force: bool = False
     evaluation: Evaluated | None = None
+    allow_nonfinite: bool = False
+
+
+# Events and results ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PreparedMerge:
-    """A merge that is ready to be written: all inputs opened and found to fit."""
+class FilterUnused:
+    """No tensor's name contains a filter of the recipe."""
 
-    request: MergeRequest
-    maker: Producer
-    plan: Plan
-    resolved: Mapping[str, Resolved]
-    peak: int
+    text: str
 
-    @property
-    def read(self) -> int:
-        """The bytes of the tensors that are read, once each."""
-        found = self.request.located.values()
-        return sum(path.stat().st_size for one in found for path in one.model.weights)
 
-    @property
-    def copied(self) -> list[str]:
-        """The files of the base that go with the weights."""
-        layout = self.request.located[self.request.merge.layout]
-        return [path.name for path in companion_files(layout.model)]
+@dataclass(frozen=True)
+class MergeStarted:
+    """Values are about to be computed; the files of weights will have so many bytes."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BytesWritten:
+    """So many more bytes are in their files."""
+
+    count: int
+
+
+MergeEvent = FilterUnused | MergeStarted | BytesWritten
+MergeListener = Callable[[MergeEvent], None]
 
 
 @dataclass(frozen=True)
@@ -89,127 +83,171 @@ class Merged:
         return self.model
 
 
-# Opening --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class MergePlan:
+    """What a merge would read and write. `beside` names the companion files that are copied."""
+
+    method: str
+    tensors: int
+    merged: int
+    copied: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory: int
+    threads: int
+    beside: list[str]
+    files: list[dict[str, Any]]
+    explained: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        lines = [
+            f"method   {self.method}",
+            f"tensors  {self.tensors} ({self.merged} merged, {self.copied} copied)",
+            f"read     {self.bytes_read / 1e6:,.1f} MB",
+            f"written  {self.bytes_written / 1e6:,.1f} MB in {len(self.files)} file(s)",
+            f"memory   {self.peak_memory / 1e6:,.1f} MB at most, {self.threads} threads",
+            f"beside   {', '.join(self.beside) or 'nothing'}",
+        ]
+        for one in self.explained:
+            values = {key: one[key] for key in ("parameters", "models")}
+            lines.append(f"{one['tensor']}: {json.dumps(values)}")
+        return "\n".join(lines)
 
 
-def prepare(request: MergeRequest) -> PreparedMerge:
-    """Open every header, check that all fits, and plan every byte. Reads no values of models."""
-    merge, located = request.merge, request.located
-    layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
-    maker, resolved, names = _maker(request, layout)
-    clip = is_clip(layout.tensors) and not is_transformers(layout.tensors)
-    # open_clip looks for one file of this name.
-    stem, limit = ("open_clip_model", 1 << 62) if clip else ("model", request.shard)
-    groups = lay_out(layout.tensors, names, merge, limit=limit, stem=stem)
-    promise = locked(merge, located, promised_hashes(merge, located))
-    plan = plan_files(groups, _metadata(promise))
-    check_device(plan, request.limits)
-    return PreparedMerge(request, maker, plan, resolved, check_memory(plan, maker, request.limits))
+# The verb -------------------------------------------------------------------------------------
 
 
-def _maker(request: MergeRequest, layout: Model) -> tuple[Producer, dict[str, Resolved], list[str]]:
-    """How values are made, the parameters by tensor, and the tensors that are merged at all."""
-    merge, limits = request.merge, request.limits
-    how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
-    if merge.method == "atlas":
-        source = request.located[merge.layout].model
-        learned = open_learned(merge.recipe, source, layout, how)
-        return learned, {}, [name for name in layout.tensors if learned.changes(name)]
-    names = [n for n, t in layout.tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
-    opened: dict[str, LazyTensors] = {merge.layout: layout.tensors}
-    for reference in merge.references:
-        if reference not in opened:
-            opened[reference] = open_like(reference, request.located[reference], layout.tensors)
-    check_fit(layout.tensors, opened, cast=merge.recipe.dtype is not None)
-    resolved = resolve_all(merge, names)
-    models = tuple(Model(reference, opened[reference]) for reference, _ in merge.models)
-    base = Model(merge.base, opened[merge.base]) if merge.base else None
-    method = MERGE_METHODS[merge.method]
-    maker = ByMethod(method, layout, base, models, resolved, how)
-    if maker.together:
-        check_together(merge, resolved, {layout.tensors[name].dtype for name in names})
-    return maker, resolved, names
+def merge(
+    recipe: Merge | str | Path,
+    output: str | Path,
+    options: MergeOptions | None = None,
+    *,
+    on_event: MergeListener = lambda event: None,
+) -> Merged:
+    """Merge models as a recipe, checked or in a file, says, and write the result to a folder.
 
+    The folder appears when it is complete. A merge that was stopped is resumed by the same call.
+    """
+    checked, target, options = _checked(recipe), Path(output), options or MergeOptions()
+    check_target(target, force=options.force)
+    prepared = _prepare(checked, target, options, on_event)
+    check_target(target, force=options.force)  # again: preparing may have taken long
 
-def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
-    return {_KEY: json.dumps(recipe, sort_keys=True, ensure_ascii=False)}
+    from atlas_cli.merging.execute import write
 
-
-# Writing --------------------------------------------------------------------------------------
-
-
-def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count: None) -> Merged:
-    """Write the model. What a stopped run left behind is gone on with."""
-    request, plan = prepared.request, prepared.plan
-    merge, located, target = request.merge, request.located, request.target
-    check_target(target, force=request.force)
-    check_space(target, plan.bytes)
-    with ThreadPoolExecutor(_HASHERS) as pool:
-        taken = pool.submit(take_hashes, merge, located, pool)
-        if merge.recipe.locked:
-            check_hashes(merge, taken.result())
-        try:
-            part = StagingFolder(
-                target,
-                identity_of(merge, located, plan, request.limits.device.type),
-                {s.file: s.bytes for s in plan.shards},
-            )
-        except OSError as problem:
-            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
-        try:
-            run(plan, prepared.maker, part, request.limits, advance)
-            _finish(prepared, part, locked(merge, located, taken.result()))
-        except OSError as problem:
-            part.abandon()
-            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
-        except AtlasError:
-            part.abandon()
-            raise
-        finally:
-            part.close()
-    return _merged(prepared)
-
-
-def _finish(prepared: PreparedMerge, part: StagingFolder, recipe: dict[str, Any]) -> None:
-    """Write headers and all that stands beside the weights, and give the folder its name."""
-    for number, shard in enumerate(prepared.plan.shards):
-        metadata = {**(_metadata(recipe) if number == 0 else {}), "format": "pt"}
-        text = header_text(shard.entries, metadata).ljust(shard.header)
-        part.write_bytes(shard.file, 0, shard.header.to_bytes(8, "little") + text)
-    request = prepared.request
-    copy_companion_files(request.located[request.merge.layout].model, part.folder, _dtype(prepared))
-    if (index := prepared.plan.index) is not None:
-        listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_text(part.folder / "model.safetensors.index.json", listed)
-    write_text(part.folder / MANIFEST, lock_text(recipe))
-    card = card_text(request.merge, recipe, request.located, _shown(prepared, part))
-    write_text(part.folder / "README.md", card)
-    part.finish()
-
-
-def _shown(prepared: PreparedMerge, part: StagingFolder) -> Shown | None:
-    """The evaluation of the card, if there is one: weights are hashed to find what is of them."""
-    request = prepared.request
-    if request.evaluation is None:
-        return None
-    digests = written_hashes(prepared.plan, part.folder)
-    return Shown(request.evaluation, request.target.absolute().name, digests)
-
-
-def _dtype(prepared: PreparedMerge) -> str | None:
-    """The dtype of the result, if the recipe sets it."""
-    recipe = prepared.request.merge.recipe
-    word = recipe.out_dtype or recipe.dtype
-    return word.removeprefix("torch.") if word else None
-
-
-def _merged(prepared: PreparedMerge) -> Merged:
-    plan, request = prepared.plan, prepared.request
+    on_event(MergeStarted(prepared.plan.bytes))
+    write(prepared, lambda count: on_event(BytesWritten(count)))
+    plan = prepared.plan
     return Merged(
-        str(request.target),
-        request.merge.method,
+        str(target),
+        checked.method,
         len(plan.outputs),
-        sum(output.size for output in plan.outputs),
+        sum(tensor.size for tensor in plan.outputs),
         plan.bytes,
-        {shard.file: str(request.target / shard.file) for shard in plan.shards},
+        {shard.file: str(target / shard.file) for shard in plan.shards},
     )
+
+
+def plan_merge(
+    recipe: Merge | str | Path,
+    options: MergeOptions | None = None,
+    *,
+    output: str | Path = "merged",
+    explain: str | None = None,
+    on_event: MergeListener = lambda event: None,
+) -> MergePlan:
+    """Check everything that `merge` checks, and give what it would do; nothing is written.
+
+    `explain` is a regular expression: the parameters of tensors whose names it finds are given.
+    """
+    checked, options = _checked(recipe), options or MergeOptions()
+    prepared = _prepare(checked, Path(output), options, on_event)
+
+    from atlas_cli.merging.execute import peak_memory
+    from atlas_cli.merging.plan import explained
+
+    plan = prepared.plan
+    merged = sum(tensor.merged for tensor in plan.outputs)
+    return MergePlan(
+        method=checked.method,
+        tensors=len(plan.outputs),
+        merged=merged,
+        copied=len(plan.outputs) - merged,
+        bytes_read=prepared.bytes_read,
+        bytes_written=plan.bytes,
+        peak_memory=peak_memory(prepared.peak, prepared.request.limits),
+        threads=prepared.request.limits.threads,
+        beside=prepared.companions,
+        files=[{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
+        explained=explained(checked, prepared.resolved, explain) if explain else [],
+        outputs=[tensor.facts() for tensor in plan.outputs],
+    )
+
+
+def _checked(recipe: Merge | str | Path) -> Merge:
+    from atlas_cli.recipes.merge import read_merge
+
+    if not isinstance(recipe, str | Path):
+        return recipe
+    try:
+        text = Path(recipe).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{recipe}: cannot be read as UTF-8 text") from problem
+    return read_merge(text, str(recipe), source_problems)
+
+
+def _prepare(
+    merge: Merge, target: Path, options: MergeOptions, on_event: MergeListener
+) -> PreparedMerge:
+    located = _locate(merge)
+    _check_inputs(target, located)
+
+    from atlas_cli.merging.execute import Limits, MergeRequest, prepare
+    from atlas_cli.merging.plan import idle_filters
+    from atlas_cli.models.clip import choose_device
+
+    threads = options.threads or min(_MANY, os.cpu_count() or 1)
+    device = choose_device(options.device)
+    limits = Limits(options.memory, threads, device, options.allow_nonfinite)
+    request = MergeRequest(merge, located, target, limits, options.shard, options.evaluation)
+    prepared = prepare(request)
+    for text in idle_filters(merge, [tensor.name for tensor in prepared.plan.outputs]):
+        on_event(FilterUnused(text))
+    return prepared
+
+
+def _locate(merge: Merge) -> dict[str, Located]:
+    """Find the files behind every reference, and download them if need be."""
+    from atlas_cli.recipes.merge import split_adapter
+
+    found = {}
+    for reference in merge.references:
+        model, adapter = split_adapter(reference)
+        companions = COMPANION_FILES if reference == merge.layout else ()
+        added = locate(parse_reference(adapter)) if adapter else None
+        found[reference] = Located(locate(parse_reference(model), companions), added)
+    return found
+
+
+def _check_inputs(target: Path, located: Mapping[str, Located]) -> None:
+    """Raise UsageError if the result would be written over a model that it is made of."""
+    for reference, found in located.items():
+        if target.resolve() in [path.resolve().parent for path in found.model.weights]:
+            raise UsageError(f"{target}: is the folder of {reference}; write to another one")
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise AtlasError unless a model can be written to this folder without a loss."""
+    if not target.absolute().parent.is_dir():
+        raise AtlasError(f"{target.parent}: no such folder")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise AtlasError(f"{target}: is a file; a model is a folder")
+    if not any(target.iterdir()):
+        return
+    if not force:
+        raise AtlasError(f"{target}: exists already; use --force to replace it")
+    if not (target / MANIFEST).is_file():
+        raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")

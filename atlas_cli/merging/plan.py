@@ -1,24 +1,126 @@
-"""What every parameter of a recipe is for every tensor."""
+"""Models are opened and checked against each other; every parameter and every byte is planned.
+
+No value is read.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.io.checkpoint import WORDS, header_text
-from atlas_cli.io.tensors import LazyTensors
+from atlas_cli.core.storage import Factors
+from atlas_cli.errors import AtlasError, MismatchError, UsageError
+from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.merging.provenance import Located
+from atlas_cli.models.lora import open_adapter
+from atlas_cli.models.tensor_names import plain, renamed, unwrapped
 from atlas_cli.recipes.merge import Merge
-from atlas_cli.recipes.merge_parameters import count_layers, depths_of, filters_of, resolve
+from atlas_cli.recipes.merge_parameters import count_layers, depths_of, resolve
 from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.sources.locate import Source
 
 TILE = 1 << 19  # elements that are read, merged and written at a time
 _TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
+_SHOWN = 5  # problems of an error message
+
+
+# Opening --------------------------------------------------------------------------------------
+
+
+def open_layout(reference: str, located: Located) -> LazyTensors:
+    """The tensors of the model whose names the result has."""
+    tensors = plain(open_tensors(located.model.weights), reference)
+    return _adapted(tensors, located.adapter)
+
+
+def open_like(reference: str, located: Located, like: LazyTensors) -> LazyTensors:
+    """The tensors of a model under the names of another, to which they must fit."""
+    tensors = renamed(open_tensors(located.model.weights), like, reference)
+    return _adapted(tensors, located.adapter)
+
+
+# LoRA -----------------------------------------------------------------------------------------
+
+
+def _adapted(tensors: LazyTensors, adapter: Source | None) -> LazyTensors:
+    """base + B A, in the dtype of the base, for every tensor that the adapter changes."""
+    if adapter is None:
+        return tensors
+    plainly = {unwrapped(name): name for name in tensors}
+    base = {inner: tensors[name] for inner, name in plainly.items()}
+    blocks = open_adapter(adapter, open_tensors(adapter.weights), base)
+    changed = {plainly[name]: _plus(base[name], read) for name, read in blocks.items()}
+    return {**tensors, **changed}
+
+
+def _plus(base: LazyTensor, read: Callable[[], Factors]) -> LazyTensor:
+    width = base.shape[1] if len(base.shape) > 1 else 1
+    for size in base.shape[2:]:
+        width *= size
+
+    def part(start: int, stop: int) -> torch.Tensor:
+        first, last = start // width, -(-stop // width)
+        rows = base.span(first * width, last * width).float().reshape(last - first, width)
+        for one in read().parts:
+            low, high = max(first, one.start), min(last, one.start + len(one.up))
+            if low < high:
+                up = one.up[low - one.start : high - one.start]
+                rows[low - first : high - first] += up @ one.down
+        flat = rows.reshape(-1)[start - first * width : stop - first * width]
+        return flat.to(base.dtype)
+
+    size = base.shape[0] * width
+    return LazyTensor(base.shape, base.dtype, lambda: part(0, size).reshape(base.shape), part)
+
+
+# Fitting --------------------------------------------------------------------------------------
+
+
+def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors], *, cast: bool) -> None:
+    """Raise MismatchError that lists every tensor which is missing, extra, or of another kind.
+
+    With `cast`, the recipe names a dtype to compute in, so that dtypes may differ.
+    """
+    problems = [
+        f"{reference}: {line}"
+        for reference, tensors in models.items()
+        for line in _problems(layout, tensors, cast=cast)
+    ]
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise MismatchError(
+            "the models do not fit each other: " + "; ".join(problems[:_SHOWN] + more)
+        )
+
+
+def _problems(layout: LazyTensors, tensors: LazyTensors, *, cast: bool) -> Sequence[str]:
+    lines = []
+    for name, wanted in layout.items():
+        if not wanted.dtype.is_floating_point:
+            continue
+        found = tensors.get(name)
+        if found is None:
+            lines.append(f"{name} is missing")
+        elif found.shape != wanted.shape and {found.shape, wanted.shape} != {(), (1,)}:
+            lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}")
+        elif found.dtype != wanted.dtype and not cast:
+            kinds = f"{_word(found.dtype)}, expected {_word(wanted.dtype)}"
+            lines.append(f"{name} has dtype {kinds} (or give a dtype to compute in)")
+    extra = [n for n, t in tensors.items() if n not in layout and t.dtype.is_floating_point]
+    return lines + [f"{name} is unknown" for name in extra]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Files ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,6 +148,18 @@ class Output:
     def bytes(self) -> int:
         """How many bytes of the file it takes."""
         return self.size * self.dtype.itemsize
+
+    def facts(self) -> dict[str, Any]:
+        """The tensor in the JSON of a plan."""
+        return {
+            "tensor": self.name,
+            "shape": list(self.shape),
+            "dtype": _word(self.dtype),
+            "file": self.file,
+            "offset": self.start,
+            "bytes": self.bytes,
+            "merged": self.merged,
+        }
 
     def tiles(self, *, whole: bool = False) -> list[tuple[int, int]]:
         """Where to cut: whole rows of what has rows, anywhere in a vector."""
@@ -164,6 +278,9 @@ def plan_files(groups: Sequence[Sequence[Output]], metadata: Mapping[str, str]) 
     return Plan(tuple(output for group in groups for output in group), tuple(shards))
 
 
+# Parameters -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Resolved:
     """The parameters of one tensor: those of each model, those of the whole merge, its depth."""
@@ -216,11 +333,19 @@ def _resolve_one(merge: Merge, name: str, depth: float | None) -> Resolved:
 def idle_filters(merge: Merge, names: Sequence[str]) -> list[str]:
     """Filters that no tensor's name contains."""
     tables = [*merge.levels, *(levels[0] for _, levels in merge.models)]
-    used = dict.fromkeys(text for table in tables for text in filters_of(table))
+    used = dict.fromkeys(text for table in tables for text in _filters_of(table))
     return [text for text in used if not any(text in name for name in names)]
 
 
-def explain(merge: Merge, resolved: Mapping[str, Resolved], pattern: str) -> list[dict[str, Any]]:
+def _filters_of(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Every filter that a table of parameters uses."""
+    for setting in parameters.values():
+        for entry in setting if isinstance(setting, list) else [setting]:
+            if isinstance(entry, dict) and entry.get("filter") not in (None, "*"):
+                yield entry["filter"]
+
+
+def explained(merge: Merge, resolved: Mapping[str, Resolved], pattern: str) -> list[dict[str, Any]]:
     """The parameters of every tensor whose name the regular expression is found in."""
     return [
         {

@@ -131,14 +131,6 @@ def _interpolate(values: Sequence[Any], depth: float) -> Scalar:
     return (1 - share) * values[first] + share * values[second]  # type: ignore[no-any-return]
 
 
-def filters_of(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Every filter that a table of parameters uses."""
-    for setting in parameters.values():
-        for entry in setting if isinstance(setting, list) else [setting]:
-            if isinstance(entry, dict) and entry.get("filter") not in (None, "*"):
-                yield entry["filter"]
-
-
 def depths_of(names: Iterable[str]) -> dict[str, float | None]:
     """Where each tensor is in its stack of layers: 0 first, 1 last, None outside of any.
 

@@ -310,11 +310,13 @@ def test_the_model_that_is_not_finite_is_named(refused, tmp_path: Path, method: 
 def test_an_input_that_changes_meanwhile_is_named(
     refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ):
+    run = execute.run
+
     def run_later(*arguments: Any) -> None:
         write_model(tmp_path / "m2", llama(3))
-        execute.run(*arguments)
+        run(*arguments)
 
-    monkeypatch.setattr("atlas_cli.merging.merge.run", run_later)
+    monkeypatch.setattr("atlas_cli.merging.execute.run", run_later)
     recipe = {"merge_method": method, "models": [{"model": "./m1"}, {"model": "./m2"}]}
     recipe |= {} if method == "linear" else {"base_model": "./base"}
     recipe |= {} if method == "model_stock" else {"parameters": {"weight": 0.5}}

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import warm
 from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.merging.staging import StagingFolder, check_space, check_target
+from atlas_cli.io.files import StagingFolder, check_space
+from atlas_cli.merging.merge import check_target
 
 ROOMY = ("--memory", "8GB")
 
@@ -119,7 +119,7 @@ FILES = {"w.safetensors": 64}
 
 def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
     first = StagingFolder(tmp_path / "out", "same", FILES)
-    first.write("w.safetensors", 8, torch.arange(4, dtype=torch.int16))
+    first.write("w.safetensors", 8, bytes([0, 0, 1, 0, 2, 0, 3, 0]))
     first.note((0, 0))
     first.note((3, 1))
     first.close()
@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     call, recipe: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
 ):
     if noticed == "while writing":  # as if another program had taken the room meanwhile
-        monkeypatch.setattr("atlas_cli.merging.merge.check_space", lambda target, wanted: None)
+        monkeypatch.setattr("atlas_cli.merging.execute.check_space", lambda target, wanted: None)
     result = call("merge", recipe, "-o", small_disk / "out", *ROOMY)
     wanted = "of disk, and" if noticed == "before" else os.strerror(errno.ENOSPC)
     assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err

@@ -1,0 +1,310 @@
+"""Where a merged model came from: its lockfile, and its model card with an evaluation.
+
+The lockfile is the recipe with every reference pinned to a commit, and every file to its sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from atlas_cli import __version__
+from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.recipes.reading import write_mapping
+from atlas_cli.sources.locate import Source, sha256_of
+from atlas_cli.sources.references import parse_reference, vector_file
+
+if TYPE_CHECKING:
+    from atlas_cli.merging.plan import Plan
+    from atlas_cli.recipes.merge import Merge
+
+MANIFEST = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
+
+
+@dataclass(frozen=True)
+class Located:
+    """The files behind a reference: a model, and the adapter that is added to it, if any."""
+
+    model: Source
+    adapter: Source | None = None
+
+
+# The lockfile ---------------------------------------------------------------------------------
+
+
+def pinned(reference: str, located: Located) -> str:
+    """A reference with the commit that it means now; what has no commit stays as it is."""
+    model, adapter = _split_adapter(reference)
+    parts = [_pin(model, located.model)]
+    if adapter and located.adapter:
+        parts.append(_pin(adapter, located.adapter))
+    return "+".join(parts)
+
+
+def _split_adapter(reference: str) -> tuple[str, str | None]:
+    from atlas_cli.recipes.merge import split_adapter  # pydantic is slow to import
+
+    return split_adapter(reference)
+
+
+def _pin(text: str, source: Source) -> str:
+    if source.commit is None or parse_reference(text).kind != "hub":
+        return text
+    return f"{text.partition('@')[0]}@{source.commit}"
+
+
+def locked(
+    merge: Merge, located: Mapping[str, Located], hashes: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """The recipe with every reference pinned, and the sha256 of every file under `locked`."""
+    pins = {reference: pinned(reference, found) for reference, found in located.items()}
+    recipe = _replaced(merge.raw, pins)
+    recipe["locked"] = {
+        name: {"sha256": dict(hashes[name])} | ({"commit": commit} if commit else {})
+        for name, commit in _named_sources(merge, located).items()
+    }
+    return recipe
+
+
+def _replaced(raw: Mapping[str, Any], pins: Mapping[str, str]) -> dict[str, Any]:
+    def walk(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: walk(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item, key) for item in value]
+        return pins.get(value, value) if key in ("model", "base_model") else value
+
+    return {key: walk(value, key) for key, value in raw.items() if key != "locked"}
+
+
+def _named_sources(merge: Merge, located: Mapping[str, Located]) -> dict[str, str | None]:
+    """Every source by its pinned name, with its commit."""
+    return {name: source.commit if source else None for name, source in _sources(merge, located)}
+
+
+def _sources(merge: Merge, located: Mapping[str, Located]) -> Iterator[tuple[str, Source | None]]:
+    for reference, found in located.items():
+        model, adapter = _split_adapter(reference)
+        yield _pin(model, found.model), found.model
+        if adapter and found.adapter:
+            yield _pin(adapter, found.adapter), found.adapter
+    for file in loose_files(merge):
+        yield file, None
+
+
+def loose_files(merge: Merge) -> list[str]:
+    """Files that a recipe names beside its models: task vectors, and a table of coefficients."""
+    recipe = merge.recipe
+    files = [entry.file for entry in recipe.vectors or []]
+    return files + ([recipe.coefficients] if isinstance(recipe.coefficients, str) else [])
+
+
+def promised_hashes(merge: Merge, located: Mapping[str, Located]) -> dict[str, dict[str, str]]:
+    """As take_hashes, with blanks of the same length."""
+    return {
+        name: {path.name: "0" * 64 for path in (source.weights if source else [Path(name)])}
+        for name, source in _sources(merge, located)
+    }
+
+
+def take_hashes(
+    merge: Merge, located: Mapping[str, Located], pool: Executor
+) -> dict[str, dict[str, str]]:
+    """The sha256 of every file that is read, by source. Known ones are remembered."""
+    begun = {name: pool.submit(_hashes, name, source) for name, source in _sources(merge, located)}
+    return {name: future.result() for name, future in begun.items()}
+
+
+def _hashes(name: str, source: Source | None) -> dict[str, str]:
+    if source is None:
+        return {Path(name).name: sha256_of(vector_file(name))}
+    found: Any = source.provenance()["sha256"]
+    return dict(found)
+
+
+def written_hashes(plan: Plan, folder: Path) -> tuple[str, ...]:
+    """The sha256 of every file of weights that a merge has written."""
+    return tuple(sha256_of(folder / shard.file) for shard in plan.shards)
+
+
+def check_hashes(merge: Merge, hashes: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise MismatchError for a source that is not what the recipe was locked with."""
+    for name, entry in merge.recipe.locked.items():
+        for file, digest in entry.sha256.items():
+            found = hashes.get(name, {}).get(file)
+            if found != digest:
+                kind = f"{found[:12]}..." if found else "no such file"
+                raise MismatchError(
+                    f"{name}: {file} is not what the recipe was locked with: sha256 {kind}, "
+                    f"expected {digest[:12]}..."
+                )
+
+
+def lock_text(recipe: dict[str, Any]) -> str:
+    """The locked recipe as a file."""
+    comment = "The recipe of this model, with every input pinned. Merging it gives the same bytes."
+    return write_mapping(recipe, comment)
+
+
+def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device: str) -> str:
+    """What tells one piece of work from another: plan, recipe, inputs' files, kind of device."""
+    sources = [s for one in located.values() for s in (one.model, one.adapter) if s]
+    paths = [path for source in sources for path in source.weights]
+    paths += [vector_file(file) for file in loose_files(merge)]
+    files = [
+        (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
+        for path in paths
+    ]
+    shards = [(shard.file, shard.bytes, shard.entries) for shard in plan.shards]
+    raw = json.dumps(merge.raw, sort_keys=True, default=str)
+    text = json.dumps([__version__, raw, files, shards, device], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# An evaluation --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """A model on a dataset, as `atlas eval` tells it; fractions, not percent."""
+
+    model: str
+    data: str
+    split: str
+    images: int
+    top1: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation: its results, and the digests of the weights of every model in it."""
+
+    atlas: str
+    results: tuple[EvaluationResult, ...]
+    weights: Mapping[str, frozenset[str]]
+
+    def of(self, digests: Iterable[str]) -> list[EvaluationResult]:
+        """The results of the model whose weight files have these digests."""
+        wanted = frozenset(digests)
+        return [result for result in self.results if self.weights.get(result.model) == wanted]
+
+
+def read_evaluation(text: str, where: str) -> Evaluated:
+    """Read what `atlas eval --json` printed. Raises UsageError if it is anything else."""
+    try:
+        found = json.loads(text)
+        results = tuple(_result(row) for row in found["results"])
+        weights = {one["reference"]: frozenset(one["sha256"].values()) for one in found["models"]}
+        version = str(found["atlas"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise UsageError(f"{where}: is not what `atlas eval --json` prints") from problem
+    if not results:
+        raise UsageError(f"{where}: holds no results")
+    return Evaluated(version, results, weights)
+
+
+def _result(row: Mapping[str, Any]) -> EvaluationResult:
+    kinds = get_type_hints(EvaluationResult)
+    values = {field.name: row[field.name] for field in fields(EvaluationResult)}
+    for name, value in values.items():
+        if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
+            raise TypeError(name)
+    return EvaluationResult(**values)
+
+
+# In the card ----------------------------------------------------------------------------------
+
+
+def evaluation_text(found: Evaluated, own: Iterable[EvaluationResult]) -> str:
+    """A section of the card; the results of this very model are marked."""
+    mine = set(own)
+    return (
+        f"## Evaluation\n\nZero-shot accuracy in percent, by `atlas eval` {found.atlas}, with 95 % "
+        "intervals. Rows in bold are of these weights.\n\n"
+        "| model | data | split | images | top-1 | 95 % |\n| --- | --- | --- | --- | --- | --- |\n"
+        + "".join(_line(result, bold=result in mine) for result in found.results)
+        + "\n"
+    )
+
+
+def _line(result: EvaluationResult, *, bold: bool) -> str:
+    name, score = _cell(result.model), f"{100 * result.top1:.2f}"
+    name, score = (f"**{name}**", f"**{score}**") if bold else (name, score)
+    interval = f"{100 * result.low:.1f}-{100 * result.high:.1f}"
+    cells = (name, _cell(result.data), _cell(result.split), str(result.images), score, interval)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def model_index(name: str, own: Iterable[EvaluationResult]) -> list[dict[str, Any]]:
+    """The front matter that the Hub shows beside a model."""
+    return [{"name": name, "results": list(_entries(own))}]
+
+
+def _entries(own: Iterable[EvaluationResult]) -> Iterator[dict[str, Any]]:
+    for result in own:
+        yield {
+            "task": {"type": "zero-shot-image-classification"},
+            "dataset": {"name": result.data, "type": result.data, "split": result.split},
+            "metrics": [{"type": "accuracy", "name": "top-1", "value": round(result.top1, 6)}],
+        }
+
+
+# The card -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An evaluation for the card of a model: its name, and the digests of its weights."""
+
+    found: Evaluated
+    name: str
+    digests: tuple[str, ...]
+
+    @property
+    def own(self) -> list[EvaluationResult]:
+        """The results that are of this model."""
+        return self.found.of(self.digests)
+
+
+def card_text(
+    merge: Merge,
+    recipe: dict[str, Any],
+    located: Mapping[str, Located],
+    shown: Shown | None = None,
+) -> str:
+    """A model card: front matter that the Hub reads, what was merged, results, and the recipe."""
+    on_hub = [
+        found.model.reference.name
+        for found in located.values()
+        if found.model.reference.kind == "hub"
+    ]
+    front: dict[str, Any] = {"tags": ["merge", "atlas", merge.method]}
+    if on_hub:
+        front = {"base_model": on_hub, **front}
+    if shown and shown.own:
+        front["model-index"] = model_index(shown.name, shown.own)
+    steps = {key: value for key, value in recipe.items() if key != "locked"}
+    if isinstance(steps.get("coefficients"), dict):
+        steps["coefficients"] = "(see atlas_recipe.lock.yaml)"
+    results = evaluation_text(shown.found, shown.own) if shown else ""
+    listed = "\n".join(f"- `{name}`" for name in recipe["locked"])
+    return (
+        f"---\n{write_mapping(front, '')}---\n\n# Merged by {merge.method}\n\n"
+        f"Made with atlas {__version__} by the method `{merge.method}` from:\n\n{listed}\n\n"
+        "The licences of all these sources hold for this model too; look them up before you pass "
+        f"it on.\n\n{results}## Recipe\n\n"
+        f"```yaml\n{write_mapping(steps, '')}```\n\n"
+        "`atlas_recipe.lock.yaml` holds the same with the sha256 of every input: "
+        "`atlas merge atlas_recipe.lock.yaml -o DIR` gives this model again, to the byte.\n"
+    )
