@@ -1,6 +1,6 @@
-"""Threads of Python in each of which torch uses one core, and results in the order of the items.
+"""What of the machine does the work: threads, each with one core of torch, and the device.
 
-The numbers that come out do not depend on how many threads there are.
+Results come in the order of the items, and do not depend on how many threads there are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from atlas_cli.errors import UsageError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -111,3 +113,16 @@ def thread_pool_for(module: torch.nn.Module, threads: int) -> Iterator[ThreadPoo
         torch_threads(1 if small else threads),
     ):
         yield pool
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of that name; `auto` is cuda, then mps, then cpu, whichever is there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        return torch.device(next((name for name, found in there.items() if found), "cpu"))
+    kind, _, number = wanted.partition(":")
+    if kind != "cpu" and not there[kind]:
+        raise UsageError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
+    if number and int(number) >= torch.cuda.device_count():
+        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
+    return torch.device(wanted)

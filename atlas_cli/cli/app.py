@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
@@ -20,12 +21,58 @@ from atlas_cli.cli.fit import fit
 from atlas_cli.cli.inspect import inspect
 from atlas_cli.cli.merge import merge
 from atlas_cli.cli.negate import negate
-from atlas_cli.cli.options import VariadicCommand
 from atlas_cli.cli.report import report
 from atlas_cli.cli.tta import tta
 from atlas_cli.errors import AtlasError, nearest
 
 _EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
+
+
+class VariadicCommand(TyperCommand):
+    """A command whose repeatable options take any number of values: `--data A B C`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse after writing `--data A B` as `--data A --data B`."""
+        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
+        return list(super().parse_args(ctx, spread(args, repeatable)))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options. Only now are plugins asked for the names that they add."""
+        from atlas_cli.registry import granularity_labels
+
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
+                names = granularity_labels().replace("block", "block (default)", 1)
+                parameter.help = f"{names}."
+            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
+                parameter.help = _with_plugins(parameter.help or "", self.name or "")
+        super().format_options(ctx, formatter)
+
+
+def _with_plugins(text: str, command: str) -> str:
+    """What help says of a command's objectives, with those that plugins add."""
+    from atlas_cli.registry import OBJECTIVES, objectives_of
+
+    ours = "atlas_cli.learning.objectives"
+    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
+    return text.partition(" Of plugins:")[0] + (
+        f" Of plugins: {', '.join(names)}." if names else ""
+    )
+
+
+def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
+    """Repeat an option before each of its values; another option, or --, ends them."""
+    spelt: list[str] = []
+    current, taken = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            current, taken = (argument if argument in repeatable else ""), 0
+            spelt.append(argument)
+        else:
+            spelt += [current, argument] if current and taken else [argument]
+            taken += 1
+    return spelt
+
 
 # Plain help: drawing it with rich would take longer than all the rest of the start.
 app = typer.Typer(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
@@ -32,52 +31,6 @@ from atlas_cli.learning.run import RunOptions
 if TYPE_CHECKING:
     from atlas_cli.learning.run import LearningResult
     from atlas_cli.recipes.model import AnyRecipe
-
-
-class VariadicCommand(TyperCommand):
-    """A command whose repeatable options take any number of values: `--data A B C`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`."""
-        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        return list(super().parse_args(ctx, spread(args, repeatable)))
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options. Only now are plugins asked for the names that they add."""
-        from atlas_cli.registry import granularity_labels
-
-        for parameter in self.params:
-            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
-                names = granularity_labels().replace("block", "block (default)", 1)
-                parameter.help = f"{names}."
-            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
-                parameter.help = _with_plugins(parameter.help or "", self.name or "")
-        super().format_options(ctx, formatter)
-
-
-def _with_plugins(text: str, command: str) -> str:
-    """What help says of a command's objectives, with those that plugins add."""
-    from atlas_cli.registry import OBJECTIVES, objectives_of
-
-    ours = "atlas_cli.learning.objectives"
-    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
-    return text.partition(" Of plugins:")[0] + (
-        f" Of plugins: {', '.join(names)}." if names else ""
-    )
-
-
-def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
-    """Repeat an option before each of its values; another option, or --, ends them."""
-    spelt: list[str] = []
-    current, taken = "", 0
-    for argument in arguments:
-        if argument.startswith("-") and argument != "-":
-            current, taken = (argument if argument in repeatable else ""), 0
-            spelt.append(argument)
-        else:
-            spelt += [current, argument] if current and taken else [argument]
-            taken += 1
-    return spelt
 
 
 def _check_device(device: str) -> str:

@@ -130,9 +130,9 @@ def merge(
     The folder appears when it is complete. A merge that was stopped is resumed by the same call.
     """
     checked, target, options = _checked(recipe), Path(output), options or MergeOptions()
-    check_target(target, force=options.force)
+    _check_place(target, force=options.force)
     prepared = _prepare(checked, target, options, on_event)
-    check_target(target, force=options.force)  # again: preparing may have taken long
+    check_target(target, force=options.force)
 
     from atlas_cli.merging.execute import write
 
@@ -205,7 +205,7 @@ def _prepare(
 
     from atlas_cli.merging.execute import Limits, MergeRequest, prepare
     from atlas_cli.merging.plan import idle_filters
-    from atlas_cli.models.clip import choose_device
+    from atlas_cli.parallel import choose_device
 
     threads = options.threads or min(_MANY, os.cpu_count() or 1)
     device = choose_device(options.device)
@@ -239,15 +239,16 @@ def _check_inputs(target: Path, located: Mapping[str, Located]) -> None:
 
 def check_target(target: Path, *, force: bool) -> None:
     """Raise AtlasError unless a model can be written to this folder without a loss."""
+    _check_place(target, force=force)
+    if target.exists() and not target.is_dir():
+        raise AtlasError(f"{target}: is a file; a model is a folder")
+    if target.exists() and any(target.iterdir()) and not (target / MANIFEST).is_file():
+        raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")
+
+
+def _check_place(target: Path, *, force: bool) -> None:
+    """Raise AtlasError for what can be wrong with the folder whatever the inputs are."""
     if not target.absolute().parent.is_dir():
         raise AtlasError(f"{target.parent}: no such folder")
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise AtlasError(f"{target}: is a file; a model is a folder")
-    if not any(target.iterdir()):
-        return
-    if not force:
+    if target.is_dir() and any(target.iterdir()) and not force:
         raise AtlasError(f"{target}: exists already; use --force to replace it")
-    if not (target / MANIFEST).is_file():
-        raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")

@@ -21,6 +21,7 @@ from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.models.tensor_names import INFORMATION, MASKS
+from atlas_cli.parallel import choose_device
 from atlas_cli.sources.locate import Source
 from atlas_cli.sources.references import Reference, check_architecture
 
@@ -81,19 +82,6 @@ def open_model(source: Source, opening: Opening | None = None) -> Clip:
     module.eval().requires_grad_(False).to(device)
     tokenize = _tokenizer(blueprint)
     return Clip(name, module, preprocess, tokenize, blueprint, source, device)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device of that name; `auto` is cuda, then mps, then cpu, whichever is there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if wanted == "auto":
-        return torch.device(next((name for name, found in there.items() if found), "cpu"))
-    kind, _, number = wanted.partition(":")
-    if kind != "cpu" and not there[kind]:
-        raise UsageError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
-    if number and int(number) >= torch.cuda.device_count():
-        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
-    return torch.device(wanted)
 
 
 # What the source says -------------------------------------------------------------------------

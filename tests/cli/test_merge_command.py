@@ -13,7 +13,7 @@ from hub import Hub
 from merge_runs import digests, linear, llama, write_model, write_recipe
 from uploads import UploadHub
 
-from atlas_cli.models.clip import choose_device
+from atlas_cli.parallel import choose_device
 
 ROOMY = ("--memory", "8GB")
 
