@@ -6,12 +6,11 @@ AtlasError. Heavy imports wait until all names are resolved, as on the command l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from atlas_cli.learning.evaluate import ModelScore
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.model import Recipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
-_MEMORY = 512_000_000  # bytes
 
 
 # Learning -------------------------------------------------------------------------------------
@@ -170,34 +168,13 @@ def merge(
 
     `memory` is a budget for the whole process; by default, 512 MB beyond what it takes already.
     """
-    from atlas_cli.recipes.merge import split_adapter
+    from atlas_cli.merging.merge import MergeOptions
+    from atlas_cli.merging.merge import merge as run
     from atlas_cli.recipes.values import parse_bytes
-    from atlas_cli.sources.locate import COMPANION_FILES, locate
-    from atlas_cli.sources.references import parse_reference
 
-    wanted, target = _merge_recipe(recipe), Path(output)
-    if not target.absolute().parent.is_dir():
-        raise AtlasError(f"{target.parent}: no such folder")
-    found = {}
-    for reference in wanted.references:
-        model, adapter = split_adapter(reference)
-        companions = COMPANION_FILES if reference == wanted.layout else ()
-        other = locate(parse_reference(adapter)) if adapter else None
-        found[reference] = (locate(parse_reference(model), companions), other)
-
-    from atlas_cli.merging.execute import Limits, resident
-    from atlas_cli.merging.inputs import Located
-    from atlas_cli.merging.merge import MergeRequest, prepare, write
-    from atlas_cli.models.clip import choose_device
-
-    limits = Limits(
-        _MEMORY + resident() if memory is None else parse_bytes(memory) or 0,
-        threads or min(8, os.cpu_count() or 1),
-        choose_device(device),
-        allow_nonfinite,
-    )
-    located = {reference: Located(*pair) for reference, pair in found.items()}
-    return write(prepare(MergeRequest(wanted, located, target, limits, force=force)))
+    budget = None if memory is None else parse_bytes(memory) or 0
+    options = MergeOptions(budget, threads, device, force=force, allow_nonfinite=allow_nonfinite)
+    return run(_merge_recipe(recipe), output, options)
 
 
 def compose(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atlas_cli.merging.execute import PreparedMerge
     from atlas_cli.recipes.merge import Merge
 
+_MEMORY = 512_000_000  # bytes
 _MANY = 8  # threads; with more, a merge waits for the disk and for memory
 
 
@@ -28,10 +29,11 @@ _MANY = 8  # threads; with more, a merge waits for the disk and for memory
 class MergeOptions:
     """What concerns one run of a merge and does not change the values of the result.
 
-    `memory` and `shard` are bytes: of memory to use, and of a file before another one begins.
+    `memory` is the budget of the whole process in bytes; None stands for 512 MB beyond what it
+    takes already. `shard` is how many bytes a file has before another one begins.
     """
 
-    memory: int = 512_000_000
+    memory: int | None = None
     threads: int | None = None  # default: all cores, up to 8
     device: str = "cpu"
     shard: int = 5_000_000_000
@@ -203,13 +205,14 @@ def _prepare(
     located = _locate(merge)
     _check_inputs(target, located)
 
-    from atlas_cli.merging.execute import Limits, MergeRequest, prepare
+    from atlas_cli.merging.execute import Limits, MergeRequest, prepare, resident
     from atlas_cli.merging.plan import idle_filters
     from atlas_cli.parallel import choose_device
 
     threads = options.threads or min(_MANY, os.cpu_count() or 1)
     device = choose_device(options.device)
-    limits = Limits(options.memory, threads, device, options.allow_nonfinite)
+    memory = _MEMORY + resident() if options.memory is None else options.memory
+    limits = Limits(memory, threads, device, options.allow_nonfinite)
     request = MergeRequest(merge, located, target, limits, options.shard, options.evaluation)
     prepared = prepare(request)
     for text in idle_filters(merge, [tensor.name for tensor in prepared.plan.outputs]):
