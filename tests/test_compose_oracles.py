@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import adapt, clip, small_config
 from conftest import HALF
+from extracting import run
 from makers import rewrite_header
-from test_extract import run
-from test_lora import adapt, clip, small_config
 
 from atlas_cli.core.compose import Composition, compose
 from atlas_cli.core.granularity import by_block
@@ -35,8 +35,9 @@ from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.pool import compose_pool, open_pool
 
 import_open_clip()  # mends torchvision, which the libraries below import too
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import peft  # noqa: E402
+import transformers  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 

@@ -262,12 +262,12 @@ def refused(call, path: Path, says: str) -> None:
     """Both as the fine-tuned model and as the base: exit code 1, one line, nothing left behind."""
     before = sorted(path.parent.rglob("*"))
     for arguments in ((TINY, path), (path, TINY, "--arch", "ViT-B-32")):
-        start = time.perf_counter()
+        start = time.process_time()
         result = call("extract", *arguments, "-o", path.parent / "v.safetensors")
         assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err
         assert says in result.err
         assert result.err.rstrip("\n").isprintable()
-        assert time.perf_counter() - start < 20
+        assert time.process_time() - start < 20
     assert sorted(path.parent.rglob("*")) == before
     assert not (path.parent / MARKER).exists()
 

@@ -54,7 +54,7 @@ def with_torch(optimizer_config: OptimizerConfig, count: int) -> list[torch.Tens
 
 
 @pytest.mark.parametrize(
-    "descent",
+    "optimizer_config",
     [
         OptimizerConfig(),
         OptimizerConfig(rate=0.5, decay=0.0),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import ALL, adapt, clip, small_config
 from conftest import write_open_clip
+from extracting import read, run
 from hub import Hub
 from safetensors.torch import load_file, save_file
-from test_extract import read, run
 
 from atlas_cli.core.storage import Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
@@ -21,20 +22,12 @@ from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.format import open_vector
 
 import_open_clip()  # mends torchvision, which transformers imports too
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import peft  # noqa: E402
+import transformers  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-ALL = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
 LAYER = "visual.transformer.resblocks.{}."
 Tensors = dict[str, torch.Tensor]
-
-
-def small_config() -> transformers.CLIPConfig:
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    tower |= {"num_attention_heads": 2, "hidden_act": "quick_gelu"}
-    vision = {**tower, "image_size": 32, "patch_size": 16}
-    text = {**tower, "max_position_embeddings": 16, "vocab_size": 500}
-    return transformers.CLIPConfig(vision_config=vision, text_config=text, projection_dim=24)
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +42,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_atlas(request: pytest.FixtureRequest):
     """Atlas as a process of its own; `run` is the function from test_extract here."""
     return request.getfixturevalue("run")
-
-
-def adapt(model: torch.nn.Module, folder: Path, **settings) -> Tensors:
-    """Have peft adapt, "train" and save a model; the deltas by name of the adapted module."""
-    torch.manual_seed(2)
-    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ALL} | settings))
-    adapted = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape))
-    adapted.save_pretrained(folder)
-    return deltas_of(adapted.base_model.model)
-
-
-def deltas_of(model: torch.nn.Module) -> Tensors:
-    with torch.no_grad():
-        return {
-            name: module.get_delta_weight("default").clone()
-            for name, module in model.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer) and module.lora_A
-        }
 
 
 def expected_of(deltas: Tensors, shapes: dict[str, tuple[int, ...]]) -> Tensors:
@@ -98,10 +69,6 @@ def shapes_of(base: Path) -> dict[str, tuple[int, ...]]:
     from atlas_cli.models.clip import read_tensors
 
     return {n: t.shape for n, t in read_tensors(locate(parse_reference(str(base)))).items()}
-
-
-def clip(base: Path) -> torch.nn.Module:
-    return transformers.CLIPModel.from_pretrained(base)
 
 
 def assert_equal(path: Path, expected: Tensors) -> None:

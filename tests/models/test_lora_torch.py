@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_open_clip
+from extracting import WEIGHTS, read, run
 from safetensors.torch import load_file
-from test_extract import WEIGHTS, read, run
 
 from atlas_cli.core.storage import Factors, Form
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError

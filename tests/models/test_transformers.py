@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from extracting import read, run
 from safetensors.torch import load_file, save_file
-from test_extract import read, run
 
 from atlas_cli.errors import MismatchError
 from atlas_cli.models.clip import import_open_clip, read_tensors

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_CONFIG, write_open_clip
+from extracting import read, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,7 @@ from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.describe import describe_vector
 from atlas_cli.vectors.differences import Choice
-from atlas_cli.vectors.extract import Extracted, Options, extract_to
+from atlas_cli.vectors.extract import Options, extract_to
 from atlas_cli.vectors.format import base_fingerprint, open_vector
 from atlas_cli.vectors.header import check_same_base
 
@@ -65,21 +66,6 @@ def base(folder: Path) -> Tensors:
 @pytest.fixture(scope="module")
 def tuned(base: Tensors) -> Tensors:
     return moved(base)
-
-
-def run(
-    base: Path, finetuned: Path | str, path: Path, choice: Choice | None = None, **options
-) -> Extracted:
-    choice = choice or Choice()
-    architecture = options.pop("architecture", None)
-    opened = open_base(locate(parse_reference(str(base))), choice.scope, choice.allow, architecture)
-    source = locate(parse_reference(str(finetuned)))
-    return extract_to(path, "test", opened, source, Options(choice, **options))
-
-
-def read(path: Path) -> Tensors:
-    vector = open_vector(path)
-    return {name: decode(vector.read(name)) for name in vector.names}
 
 
 def assert_exact(path: Path, expected: Tensors) -> None:
