@@ -1,10 +1,12 @@
 /* Sums over several models or task vectors in one pass, for numbers as they are stored.
  *
- * torch has no such loops: it widens every operand to a float32 tensor of its own first. Here a
- * few elements at a time are widened, combined and rounded in registers. Terms of merges may be in
- * files, which are read meanwhile (terms.h).
- * kernels.py calls these functions by their addresses; each has one form for every instruction
- * set named below, from kernels.h, and the one that the processor can run is taken.
+ * torch has no such loops: it first widens every operand to a float32 tensor of its own. Here a few
+ * elements at a time are widened, combined and rounded in registers. The terms of a merge may be in
+ * files, which are read block by block (terms.h).
+ *
+ * kernels.py calls these functions through ctypes. Each exists once for every instruction set named
+ * below: kernels.h is included with other macros each time, which give its functions other names
+ * and map FMA and conversions to instructions. `level` says which of them run.
  *
  * Arithmetic is float32. Nothing is contracted into a fused operation except where FMA is
  * written, so that merged models are the same bits on every processor.
@@ -26,12 +28,13 @@ enum { F32, BF16, F16, I8 };
 enum {
     GROUP = 64,    /* elements that are kept in registers at a time */
     SUMMED = 2048, /* products that are summed in float32: more would cost digits */
-    CHUNK = 2048,  /* elements of all vectors that are gone through before the next ones */
-    FEW = 4,       /* vectors that are read side by side: many would drive each other from caches */
+    CHUNK = 2048,  /* elements of all vectors that are combined before the next elements */
+    FEW = 4,       /* vectors that are read side by side: more would evict each other from caches */
 };
 
-/* A few vectors that are read side by side, and those whose lines are asked for meanwhile: the
- * next ones, or after the last ones the first ones, `further` on. */
+/* A few vectors that are read side by side, and those whose cache lines are prefetched meanwhile:
+ * the next few, or after the last few the first ones again, `further` elements on. The processor
+ * does not prefetch them itself: it follows fewer streams than there are vectors. */
 struct pass {
     int few;
     const void *const *vectors;
@@ -48,13 +51,15 @@ static inline struct pass pass_of(const void *const *vectors, int v, int count,
     return pass;
 }
 
+#define SIZE_OF(type) ((type) == F32 ? 4 : (type) == I8 ? 1 : 2) /* bytes of an element */
 #include "terms.h"
 
-static int level;
+static int level; /* the form in use: 4 or 3, see RUN */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+/* AVX-512: registers of 16 floats. The casts between vector types change no bits. */
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define NAME(name) name##_v4
 #define WIDE 16
@@ -75,6 +80,8 @@ static int level;
 #undef F16_OF_FLOATS
 #undef FLOATS_OF_BYTES
 
+/* AVX2: registers of 8 floats. It has no narrowing store of words: packus saturates, which changes
+ * nothing since the words are below 1 << 16. Eight bytes are no vector type, but a long long. */
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define NAME(name) name##_v3
 #define WIDE 8
@@ -104,6 +111,7 @@ static int best_level(void) {
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 
+/* NEON, which every such processor has: registers of 4 floats; vfmaq adds to its first argument. */
 #define TARGET
 #define NAME(name) name##_v3
 #define WIDE 4
@@ -123,50 +131,72 @@ static int best_level(void) { return 3; }
 #error "no form for this processor; atlas does without"
 #endif
 
-/* Take the best form up to `most`, and tell which; 0 if this processor can run none. */
+/* The best form that this processor can run; 0 if it can run none. */
+EXPORT int atlas_best_level(void) { return best_level(); }
+
+/* Use the best form up to `most` from now on, and return it. */
 EXPORT int atlas_take_level(int most) {
     int best = best_level();
     return level = best < most ? best : most;
 }
 
-/* Run `call` on `some` elements of all terms at reader.at, from `first` on, until there are no more,
- * with the result at `out`; return whether all could be read, and written if it is to be. */
+/* Where terms are, as arguments: see struct places. */
+#define PLACES                                                                          \
+    const char *const *values, const char *const *paths, const int64_t *stamps,         \
+        const int64_t *offsets
+
+/* Run `call` on blocks of `some` elements of all terms at reader.at, with their result at `here`;
+ * return whether all could be read. */
 #define EACH_BLOCK(call)                                                                \
     do {                                                                                \
         struct reader reader;                                                           \
-        int written = !to->values, whole = 1;                                           \
-        if (!open_terms(&reader, type, terms, count, size, written)) return 0;          \
+        int whole = open_terms(&reader, type, places, count, size);                     \
+        if (!whole) return 0;                                                           \
         for (ptrdiff_t first = 0; whole && first < size; first += reader.block) {       \
             ptrdiff_t some = size - first < reader.block ? size - first : reader.block; \
-            char *out = written ? reader.result : to->values + first * reader.size;     \
-            if (!(whole = read_terms(&reader, first, some))) break;                     \
-            call;                                                                       \
-            if (written) whole = write_result(&reader, type, to, first, some);          \
+            char *here = out + first * reader.size;                                     \
+            if ((whole = read_terms(&reader, first, some))) call;                       \
         }                                                                               \
         close_terms(&reader);                                                           \
         return whole;                                                                   \
     } while (0)
 
-EXPORT int atlas_weighted_sum(int type, const struct term *terms, const float *weights, int count,
-                              float divisor, const struct result *to, ptrdiff_t size) {
-    EACH_BLOCK(RUN(weighted_sum, type, reader.at, weights, count, divisor, out, some));
+/* The number by which these functions know a dtype, or -1 if they do not. */
+EXPORT int atlas_type(const char *name) {
+    static const char *const names[] = {"float32", "bfloat16", "float16", "int8"};
+    for (int type = F32; type <= I8; type++)
+        if (strcmp(name, names[type]) == 0) return type;
+    return -1;
+}
+
+EXPORT int atlas_weighted_sum(int type, PLACES, const float *weights, int count, float divisor,
+                              char *out, ptrdiff_t size) {
+    struct places places = {values, paths, stamps, offsets};
+    EACH_BLOCK(RUN(weighted_sum, type, reader.at, weights, count, divisor, here, some));
 }
 
 /* The first term is the base. */
-EXPORT int atlas_add_differences(int type, const struct term *terms, const float *weights,
-                                 int count, float divisor, float scale, const struct result *to,
-                                 ptrdiff_t size) {
+EXPORT int atlas_add_differences(int type, PLACES, const float *weights, int count, float divisor,
+                                 float scale, char *out, ptrdiff_t size) {
+    struct places places = {values, paths, stamps, offsets};
     EACH_BLOCK(RUN(add_differences, type, reader.at[0], reader.at + 1, weights, count - 1, divisor,
-                   scale, out, some));
+                   scale, here, some));
 }
 
 /* `origins` is 1 if the first term is what the others are measured from, else 0. A block has whole
- * rows, or is a part of one that ends where a partial sum does. */
-EXPORT int atlas_products(int type, const struct term *terms, int count, int origins,
-                          ptrdiff_t rows, ptrdiff_t width, float *room, double *sums) {
+ * rows, or is a part of one that ends where a partial sum does: so the sums are the same however
+ * long the blocks are. */
+EXPORT int atlas_products(int type, PLACES, int count, int origins, ptrdiff_t rows,
+                          ptrdiff_t width, double *sums) {
+    struct places places = {values, paths, stamps, offsets};
     struct reader reader;
-    int whole = open_terms(&reader, type, terms, count, rows * width, 0);
+    int whole = open_terms(&reader, type, places, count, rows * width);
     if (!whole) return 0;
+    float *room = NULL;
+    if (count - origins > FEW) {
+        room = malloc((size_t)(count - origins) * SUMMED * sizeof *room);
+        whole = room != NULL;
+    }
     ptrdiff_t high = width < reader.block ? reader.block / (width ? width : 1) : 1;
     ptrdiff_t wide = width < reader.block ? width : reader.block;
     for (ptrdiff_t row = 0; whole && row < rows; row += high) {
@@ -178,6 +208,7 @@ EXPORT int atlas_products(int type, const struct term *terms, int count, int ori
                     count - origins, some, part, room, sums);
         }
     }
+    free(room);
     close_terms(&reader);
     return whole;
 }
@@ -193,8 +224,10 @@ EXPORT void atlas_dot_vectors(int type, const void *const *vectors, const float 
     RUN(dot_vectors, type, vectors, scales, count, gradient, sums, rows, width);
 }
 
-/* Every row of magnitudes (15 bits) in order, by its low and then its high bits; the rows of `out`
- * are `apart`. `room` has as many numbers as a row. */
+/* Sort every row of magnitudes (15 bits: floats of 16 bits without a sign order as integers do).
+ * A radix sort with two passes, by the low 8 and then by the high 7 bits; `low` and `high` count
+ * the digits first and then hold where the next number with a digit goes. The rows of `out` are
+ * `apart`; `room` has as many numbers as a row. */
 EXPORT void atlas_sort_rows(const uint16_t *values, uint16_t *out, ptrdiff_t rows, ptrdiff_t width,
                             ptrdiff_t apart, uint16_t *room) {
     for (ptrdiff_t row = 0; row < rows; row++, values += width, out += apart) {

@@ -1,6 +1,10 @@
 /* The loops of kernels.c for one instruction set: TARGET, with registers of WIDE float32 and FMA.
- * Names are made by NAME. Elements are taken GROUP at a time, in PARTS registers; at the end of a
- * row one register at a time, of which the last holds only as many as are left. */
+ * There is no include guard: kernels.c includes this once per instruction set, and NAME makes other
+ * names each time. Elements are taken GROUP at a time, in PARTS registers; at the end of a row one
+ * register at a time, of which the last holds only as many as are left.
+ *
+ * `type`, `parts` and `left` are constants wherever a loop is hot: everything is inlined, and the
+ * compiler removes the branches on them. */
 
 #define INLINE TARGET static inline __attribute__((always_inline))
 #define PARTS (GROUP / WIDE)
@@ -14,7 +18,8 @@ typedef uint32_t words __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t halves __attribute__((vector_size(2 * WIDE)));
 typedef int8_t bytes __attribute__((vector_size(WIDE)));
 
-/* `left` elements from i on, widened; zeros beyond. */
+/* `left` elements from i on, widened; zeros beyond. memcpy of a constant size is one load, and
+ * allows addresses that are not aligned. A bfloat16 is the upper half of a float32. */
 INLINE floats NAME(load)(int type, const void *values, ptrdiff_t i, size_t left) {
     if (type == BF16 || type == F16) {
         halves stored = {0};
@@ -32,7 +37,10 @@ INLINE floats NAME(load)(int type, const void *values, ptrdiff_t i, size_t left)
     return stored;
 }
 
-/* The bits of a bfloat16, to the nearest, ties to even; what is not a number stays so. */
+/* The bits of a bfloat16, rounded to the nearest, ties to even: adding 0x7fff carries into the upper
+ * half if the lower half is above the middle, and the lowest kept bit makes a tie carry if it is odd.
+ * A NaN could lose its mantissa that way and become infinite, so it is replaced by 0x7fc0. A
+ * comparison of vectors gives all ones where it holds, which `odd` uses as a mask. */
 INLINE words NAME(shorten)(floats value) {
     words bits = (words)value;
     words near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -40,7 +48,8 @@ INLINE words NAME(shorten)(floats value) {
     return (near & ~odd) | (odd & 0x7fc0);
 }
 
-/* To the type and back. What is not a number must come from bfloat16: its last bits are zero. */
+/* To the type and back. There is no special case for NaN: it must come from bfloat16 values, whose
+ * lower half is zero, so that nothing carries. */
 INLINE floats NAME(rounded)(int type, floats value) {
     words bits = (words)value;
     if (type == BF16) return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
@@ -57,6 +66,7 @@ INLINE void NAME(store)(int type, void *values, ptrdiff_t i, floats value, size_
     memcpy((uint16_t *)values + i, &stored, 2 * left);
 }
 
+/* `value` in every lane: a scalar operand is broadcast, and value - 0 keeps even a negative zero. */
 INLINE floats NAME(all)(float value) { return value - (floats){0}; }
 
 INLINE double NAME(total)(floats lanes) {
@@ -65,7 +75,8 @@ INLINE double NAME(total)(floats lanes) {
     return sum;
 }
 
-/* `call` for all elements in [first, last): `parts` registers of `left` elements each, at i. */
+/* `call` for all elements in [first, last): `parts` registers of `left` elements each, at i. Enums
+ * rather than variables make `parts` and `left` constants. */
 #define EACH(first, last, call)                                            \
     do {                                                                   \
         ptrdiff_t i = (first);                                             \
@@ -204,7 +215,8 @@ INLINE double NAME(dot)(const float *one, const float *other, ptrdiff_t size) {
     return found;
 }
 
-/* lanes[s, t] += (x_s - origin) (x_t - origin) for s <= t, of a few terms; two registers each. */
+/* lanes[s, t] += (x_s - origin) (x_t - origin) for s <= t, of a few terms. Each pair has two
+ * registers in turn, so that an FMA does not wait for the one before it. */
 INLINE void NAME(products_at)(int type, int few, const void *origin, const void *const *terms,
                               floats *lanes, ptrdiff_t i, int parts, size_t left) {
     for (int p = 0; p < parts; p++) {
@@ -255,11 +267,11 @@ TARGET static void NAME(products)(int type, const void *origin, const void *cons
         }
 }
 
-/* The line of a vector that another run of the loops below will need. */
+/* Prefetch what a later run of the loops below needs, one cache line of 64 bytes at a time. It may
+ * lie beyond the end of a vector: prefetching an address never faults. */
 INLINE void NAME(ask)(int type, const void *values, ptrdiff_t i, int parts) {
-    int size = type == F32 ? 4 : type == I8 ? 1 : 2;
-    for (int byte = 0; byte < parts * WIDE * size; byte += 64)
-        __builtin_prefetch((const char *)values + i * size + byte, 0, 2);
+    for (int byte = 0; byte < parts * WIDE * SIZE_OF(type); byte += 64)
+        __builtin_prefetch((const char *)values + i * SIZE_OF(type) + byte, 0, 2);
 }
 
 /* to = from + sum over a few vectors of weight * T, at the elements i of the vectors; `from` and

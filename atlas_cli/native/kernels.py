@@ -1,9 +1,9 @@
 """Sums over several tensors in one pass, by the loops of kernels.c where they were built.
 
-The functions give what torch's operations give in several passes, each of which stands beside
-the call. Models that are merged may be in files still, and are read meanwhile. Without a compiler
-at installation, on another kind of processor and for tensors that are not on the CPU `ready` is
-False, and torch does the work.
+Each function gives what several operations of torch give; those stand next to every call and do
+the work instead if `ready` is False: without a C compiler at installation, on another kind of
+processor, and for tensors that are not on the CPU. Models that are merged may still be in files,
+which the loops read block by block.
 """
 
 from __future__ import annotations
@@ -11,47 +11,25 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
 from atlas_cli.native.operands import Operands, Sum
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-_BEST = 4  # form of the loops: with registers of 64 bytes; 3 has half of that
-_SUMMED = 2048  # as in kernels.c: the room that `products` needs for each term
 _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_ssize_t, ctypes.c_float, ctypes.c_void_p
+_places = (_pointer, _pointer, _pointer, _pointer)  # values, or else paths, stamps and offsets
 _SIGNATURES = {
-    "weighted_sum": (_int, _pointer, _pointer, _int, _float, _pointer, _long),
-    "add_differences": (_int, _pointer, _pointer, _int, _float, _float, _pointer, _long),
-    "products": (_int, _pointer, _int, _int, _long, _long, _pointer, _pointer),
+    "type": (ctypes.c_char_p,),
+    "weighted_sum": (_int, *_places, _pointer, _int, _float, _pointer, _long),
+    "add_differences": (_int, *_places, _pointer, _int, _float, _float, _pointer, _long),
+    "products": (_int, *_places, _int, _int, _long, _long, _pointer),
     "add_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
     "dot_vectors": (_int, _pointer, _pointer, _int, _pointer, _pointer, _long, _long),
     "sort_rows": (_pointer, _pointer, _long, _long, _long, _pointer),
 }
-
-
-class _Term(ctypes.Structure):
-    """Where the elements of a term are: in memory, or in a file."""
-
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("path", ctypes.c_char_p),
-        ("stamp", ctypes.c_int64 * 4),
-        ("offset", ctypes.c_int64),
-    )
-
-
-class _Result(ctypes.Structure):
-    """Where the elements of the result go: to memory, or to a file."""
-
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("offset", ctypes.c_int64),
-        ("file", ctypes.c_int),
-        ("finite", ctypes.c_int),
-    )
 
 
 @cache
@@ -64,59 +42,66 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(spec.origin)
     except OSError:  # built for another system
         return None
-    for name, signature in _SIGNATURES.items():
-        function = getattr(found, f"atlas_{name}")
-        function.argtypes, function.restype = signature, ctypes.c_int
-    return found if found.atlas_take_level(_BEST) else None
+    try:
+        for name, signature in _SIGNATURES.items():
+            function = getattr(found, f"atlas_{name}")
+            function.argtypes, function.restype = signature, ctypes.c_int
+    except AttributeError:  # built from other sources than these
+        return None
+    return found if found.atlas_take_level(found.atlas_best_level()) else None
+
+
+def _type_of(dtype: torch.dtype) -> int:
+    """The number by which the loops know a dtype; negative if they do not, or were not built."""
+    found = library()
+    return -1 if found is None else _types(found)(dtype)
+
+
+@cache
+def _types(found: ctypes.CDLL) -> Callable[[torch.dtype], int]:
+    return cache(lambda dtype: found.atlas_type(str(dtype).removeprefix("torch.").encode()))
 
 
 def ready(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the loops take these tensors: of one dtype that they know, in order, on the CPU."""
+    """Whether the loops take these tensors: of one dtype that they know, contiguous, on the CPU."""
     dtype = tensors[0].dtype
-    return (
-        dtype in _TYPES
-        and library() is not None
-        and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
+    return _type_of(dtype) >= 0 and all(
+        t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors
     )
 
 
 def reads(terms: Operands) -> bool:
-    """Whether the loops read these terms from files themselves, a little at a time."""
-    return bool(terms.places) and terms.dtype in _TYPES and library() is not None
+    """Whether the loops read these terms from files themselves, a block at a time."""
+    return bool(terms.places) and _type_of(terms.dtype) >= 0
 
 
 def add(terms: Operands, total: Sum) -> torch.Tensor | None:
     """The sum; None if the loops do not take the terms, or cannot read them."""
-    if terms.dtype not in _TYPES:
+    if (places := _places_of(terms)) is None:
         return None
     out = torch.empty(terms.shape, dtype=terms.dtype)
-    return out if _add(terms, total, _Result(out.data_ptr())) else None
-
-
-def _add(terms: Operands, total: Sum, result: _Result) -> bool:
-    if (places := _terms(terms)) is None:
-        return False
-    given = _TYPES[terms.dtype], places, _numbers(total.weights), len(places), total.divisor
-    end = ctypes.byref(result), terms.size
+    numbers = _array(_float, total.weights), len(terms.places or terms.tensors), total.divisor
+    given = _type_of(terms.dtype), *places, *numbers
+    end = out.data_ptr(), terms.size
     if total.scale is None:
-        return bool(_run("weighted_sum", *given, *end))
-    return bool(_run("add_differences", *given, total.scale, *end))
+        return out if _run("weighted_sum", *given, *end) else None
+    return out if _run("add_differences", *given, total.scale, *end) else None
 
 
 def products(terms: Operands, *, from_first: bool) -> list[float] | None:
     """<x_s, x_t> for s <= t; rows in float32, their sums in float64.
 
     The elements of a vector are rows of their own. With `from_first`, x are the differences of the
-    other terms from the first.
+    other terms from the first. None if the loops do not take the terms, or cannot read them.
     """
-    if (places := _terms(terms)) is None:
+    if (places := _places_of(terms)) is None:
         return None
-    count = len(places) - from_first
+    given = len(terms.places or terms.tensors)
+    count = given - from_first
     rows, width = (terms.shape[0], math.prod(terms.shape[1:])) if terms.shape else (1, 1)
     sums = torch.zeros(count * (count + 1) // 2, dtype=torch.float64)
-    room = torch.empty(count, _SUMMED)
-    given = _TYPES[terms.dtype], places, len(places), from_first, rows, width
-    read = _run("products", *given, room.data_ptr(), sums.data_ptr())
+    shape = given, from_first, rows, width
+    read = _run("products", _type_of(terms.dtype), *places, *shape, sums.data_ptr())
     return list(sums.tolist()) if read else None
 
 
@@ -127,7 +112,7 @@ def add_vectors(
     rows = len(weights)
     _run(
         "add_vectors",
-        *(_TYPES[vectors[0].dtype], _places(vectors), weights.data_ptr(), len(vectors)),
+        *(_type_of(vectors[0].dtype), _addresses(vectors), weights.data_ptr(), len(vectors)),
         *(onto.data_ptr(), out.data_ptr(), rows, out.numel() // rows),
     )
 
@@ -140,7 +125,7 @@ def dot_vectors(
     sums = torch.zeros(len(vectors), dtype=torch.float64)
     _run(
         "dot_vectors",
-        *(_TYPES[vectors[0].dtype], _places(vectors)),
+        *(_type_of(vectors[0].dtype), _addresses(vectors)),
         *(None if scales is None else scales.data_ptr(), len(vectors), gradient.data_ptr()),
         *(sums.data_ptr(), rows, gradient.numel() // rows),
     )
@@ -160,21 +145,22 @@ def _run(name: str, *arguments: object) -> int:
     return found
 
 
-def _terms(terms: Operands) -> ctypes.Array[_Term] | None:
-    """Where the terms are; None if the loops do not take them."""
+def _places_of(terms: Operands) -> tuple[object, ...] | None:
+    """Where terms are, as the loops want to know it; None if the loops do not take them."""
     if reads(terms):
         before = terms.start * terms.dtype.itemsize
-        found = [_Term(None, p.path, p.stamp, p.start + before) for p in terms.places]
-    elif ready(terms.tensors):
-        found = [_Term(tensor.data_ptr()) for tensor in terms.tensors]
-    else:
-        return None
-    return (_Term * len(found))(*found)
+        return (
+            None,
+            _array(ctypes.c_char_p, [place.path for place in terms.places]),
+            _array(ctypes.c_int64, [number for place in terms.places for number in place.stamp]),
+            _array(ctypes.c_int64, [place.start + before for place in terms.places]),
+        )
+    return (_addresses(terms.tensors), None, None, None) if ready(terms.tensors) else None
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
+    return _array(ctypes.c_void_p, [tensor.data_ptr() for tensor in tensors])
 
 
-def _numbers(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
-    return (ctypes.c_float * len(values))(*values)
+def _array(kind: Any, values: Sequence[Any]) -> Any:
+    return (kind * len(values))(*values)
