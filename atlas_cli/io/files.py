@@ -97,7 +97,7 @@ class StagingFolder:
             for name, length in files.items()
         )
         same = bool(lines) and first == identity and here
-        # What stands beside the weights is written last, and anew: it may have been cut short.
+        # Companion files are written last, and anew: one may have been cut short.
         kept = {_JOURNAL, *files} if same else {_JOURNAL}
         for path in self.folder.iterdir():
             if path.name not in kept:
@@ -109,8 +109,10 @@ class StagingFolder:
         return set()
 
     def write(self, file: str, offset: int, content: memoryview | bytes) -> None:
-        """Put bytes at an offset of a file: one thread at a time, as the system would have it, but
-        those that wait do so without work.
+        """Put bytes at an offset of a file.
+
+        The system lets one thread at a time write to a file, and the others spin meanwhile: with a
+        lock of our own they sleep.
         """
         with self._writing[file]:
             os.lseek(self._files[file], offset, os.SEEK_SET)  # Windows has no pwrite

@@ -42,7 +42,7 @@ class Producer(Protocol):
 
     @property
     def together(self) -> bool:
-        """Whether all merged outputs have one survey, as if they were one long vector."""
+        """Whether all merged outputs share statistics, as if they were one long vector."""
 
     def whole(self, output: Output) -> bool:
         """Whether an output is made in one go."""
