@@ -95,14 +95,14 @@ def test_batch_size_and_workers_change_no_prediction(tmp_path: Path, call):
     for size, workers in ((1, 0), (7, 1), (64, 2)):
         files.append(tmp_path / f"{size}.jsonl")
         result = call(
-            *("eval", "builtin:tiny", "--data", *TASKS, "--shots", "12"),
+            *("eval", "builtin:tiny", "--data", *TASKS, "--shots", "3"),
             *("--batch-size", str(size), "--workers", str(workers), "--predictions", files[-1]),
         )
         assert result.code == 0, result.err
     first, *others = [
         [json.loads(line)["top5"] for line in file.read_text().splitlines()] for file in files
     ]
-    assert len(first) > 1000
+    assert len(first) > 200
     assert all(other == first for other in others)
 
 
@@ -182,6 +182,7 @@ def test_a_recipe_comes_through_a_pipe(run):
     assert run("eval", "-", stdin=recipe).code == 0
 
 
+@pytest.mark.slow
 def test_batches_shrink_when_memory_ends(tmp_path: Path, run):
     """A wide model, 2000 images at once, and an address space that cannot hold them."""
     config = {
