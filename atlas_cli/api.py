@@ -170,7 +170,7 @@ def merge(
     """
     from atlas_cli.merging.merge import MergeOptions
     from atlas_cli.merging.merge import merge as run
-    from atlas_cli.recipes.values import parse_bytes
+    from atlas_cli.recipes.text import parse_bytes
 
     budget = None if memory is None else parse_bytes(memory) or 0
     options = MergeOptions(budget, threads, device, force=force, allow_nonfinite=allow_nonfinite)
@@ -299,7 +299,7 @@ def _is_table(given: object) -> bool:
 def _merge_recipe(given: RecipeLike) -> Merge:
     """A checked merge recipe, whatever form it is given in."""
     from atlas_cli.recipes.merge import LearnedRecipe, read_merge
-    from atlas_cli.recipes.reading import write_mapping, write_recipe
+    from atlas_cli.recipes.text import write_mapping, write_recipe
 
     if isinstance(given, Mapping):
         return read_merge(write_mapping(given, ""))

@@ -34,8 +34,8 @@ def measure(kind: str, steps: int) -> dict[str, float]:
     from atlas_cli.datasets.pixels import Pixels, view_of
     from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig
     from atlas_cli.learning.loop import descend
-    from atlas_cli.models.clip import import_open_clip
     from atlas_cli.models.composed import ComposedModel
+    from atlas_cli.models.open_clip_import import import_open_clip
 
     open_clip = import_open_clip()
     before = resident()

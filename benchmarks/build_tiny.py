@@ -30,7 +30,8 @@ from atlas_cli.datasets.builtin.styles import CLEAN
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.learning.run import Inputs
 from atlas_cli.learning.weights import prepared_trainer
-from atlas_cli.models.clip import Opening, import_open_clip
+from atlas_cli.models.clip import Opening
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.recipes.finetune import FinetuneRecipe
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import builtin_model, parse_reference

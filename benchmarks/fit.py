@@ -55,7 +55,7 @@ def scene() -> tuple[int, Any, Any, Any, Any]:
     """The memory before it, an image tower, a batch of images, their labels and a head."""
     import torch
 
-    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.models.open_clip_import import import_open_clip
 
     open_clip = import_open_clip()
     torch.manual_seed(0)

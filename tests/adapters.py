@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from atlas_cli.models.clip import import_open_clip
+from atlas_cli.models.open_clip_import import import_open_clip
 
 import_open_clip()  # mends torchvision, which these libraries import too
 import peft  # noqa: E402

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import write_open_clip
 from PIL import Image
 
-from atlas_cli.models.clip import import_open_clip
+from atlas_cli.models.open_clip_import import import_open_clip
 
 CLASSES = ("cat", "dog", "fish")
 TRAIN, VAL = 6, 4  # images of a class

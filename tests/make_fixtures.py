@@ -186,7 +186,7 @@ def draw_deltas() -> Tensors:
 
 def peft_methods(given: Tensors) -> Tensors:
     """What PEFT makes of the task vectors."""
-    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.models.open_clip_import import import_open_clip
 
     import_open_clip()  # mends torchvision, which PEFT imports
     from peft.utils import merge_utils
@@ -230,7 +230,7 @@ def draw_nets() -> Tensors:
 
 def fusion_bench_methods(given: Tensors) -> Tensors:
     """What algorithms of FusionBench make of the models; they talk and work in place."""
-    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.models.open_clip_import import import_open_clip
 
     import_open_clip()
     import fusion_bench
@@ -275,7 +275,7 @@ def clip_benchmark_scores(given: Tensors) -> Tensors:
     """What clip-benchmark counts on the digits of the built-in model, and its zero-shot head."""
     from atlas_cli.cli.app import main
     from atlas_cli.datasets import builtin
-    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.models.open_clip_import import import_open_clip
     from atlas_cli.sources.references import builtin_model
 
     open_clip = import_open_clip()

@@ -25,10 +25,11 @@ from atlas_cli.learning.batches import StatelessData
 from atlas_cli.learning.loop import descend
 from atlas_cli.learning.setup import training_of
 from atlas_cli.models import tensor_names
-from atlas_cli.models.clip import Blueprint, build, fill, import_open_clip, read_tensors
+from atlas_cli.models.clip import Blueprint, build, fill, read_tensors
 from atlas_cli.models.composed import ComposedModel
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.recipes.learning import AddRecipe
-from atlas_cli.recipes.values import parse_clamp
+from atlas_cli.recipes.text import parse_clamp
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.differences import Choice

@@ -26,7 +26,7 @@ from atlas_cli.merging.merge import (
 )
 from atlas_cli.merging.merge import merge as run
 from atlas_cli.merging.provenance import Evaluated, read_evaluation
-from atlas_cli.recipes.values import parse_bytes
+from atlas_cli.recipes.text import parse_bytes
 from atlas_cli.sources.references import source_problems
 
 if TYPE_CHECKING:

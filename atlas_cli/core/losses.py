@@ -1,14 +1,13 @@
-"""The losses that coefficients are learned with, and penalties on coefficients."""
+"""Losses of predictions, and statistics of predictions that need no labels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-
-from atlas_cli.core.unlabelled import divergence
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -92,3 +91,122 @@ def penalty(coefficients: torch.Tensor, order: int) -> torch.Tensor:
     squares = coefficients.square().sum(dim=0)
     safe = torch.where(squares > 0, squares, torch.ones_like(squares))
     return torch.where(squares > 0, safe.sqrt(), torch.zeros_like(squares)).mean()
+
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """Images whose predicted class is taken for their label: numbers of images, and classes."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def trusted_count(images: int, classes: int, most: int = 100, divisor: int = 4) -> int:
+    """How many images of a class are trusted: images / classes / divisor, 1 at least."""
+    return max(1, min(images // (classes * divisor), most))
+
+
+def trust(probabilities: torch.Tensor, per_class: int) -> Trusted:
+    """Of the images predicted to be of a class, the `per_class` most confident; (images, classes).
+
+    An image is ranked for the class it is predicted to be of, and for no other. There is at least
+    one, and never all of several: then the least confident is left out.
+    """
+    if per_class < 1:
+        raise ValueError(f"cannot trust {per_class} images of a class")
+    confidence, predicted = probabilities.max(dim=1)
+    order = confidence.argsort(descending=True, stable=True)
+    ranked = predicted[order]
+    seen = torch.nn.functional.one_hot(ranked, probabilities.shape[1]).cumsum(dim=0)
+    rank = seen.gather(1, ranked[:, None]).squeeze(1)  # 1 for the most confident of a class
+    chosen = order[rank <= per_class]
+    if len(chosen) == len(probabilities) > 1:
+        chosen = chosen[:-1]
+    chosen = chosen.sort().values
+    return Trusted(chosen, predicted[chosen])
+
+
+def sharpen(probabilities: torch.Tensor, power: float) -> torch.Tensor:
+    """p^power / sum_c p^power: nearer to one class above 1, nearer to all classes below 1."""
+    return (power * probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()).softmax(1)
+
+
+def threshold_at(schedule: tuple[float, float], epoch: int, epochs: int) -> float:
+    """The confidence that a target needs, from the first of a schedule towards the second."""
+    start, end = schedule
+    return start + (end - start) * epoch / epochs
+
+
+def divergence(prior: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """KL(prior | mean) = sum_c prior[c] log(prior[c] / mean[c]); a class of no prior counts 0."""
+    ratio = prior.clamp_min(_TINY).log() - mean.clamp_min(_TINY).log()
+    return (prior * ratio).sum()
+
+
+# What may speak against a model, the gravest first, and why. The names are shown to users.
+OBJECTIONS = {
+    "collapse": "predictions crowd into fewer classes than before",
+    "disagreement": "views of the same image are told apart more often than before",
+    "doubt": "predictions are hardly better ordered than before",
+}
+_MORE_IMBALANCE = 0.1  # nats
+_LESS_AGREEMENT = 0.1  # of all images
+_MORE_INFORMATION = 0.03
+
+
+@dataclass(frozen=True)
+class PredictionStatistics:
+    """Statistics of predictions for images and for other views of them, all without labels.
+
+    `agreement` is the share of images whose two views are classified alike, `entropy` the mean
+    entropy of the predictions, `imbalance` the divergence of their mean from a prior, and
+    `information` grows as predictions become confident and yet remain spread as the prior says.
+    """
+
+    agreement: float
+    entropy: float
+    imbalance: float
+    information: float
+
+    def values(self) -> dict[str, float]:
+        """The numbers by the names that results and saved runs know them by."""
+        return {
+            "agreement": self.agreement,
+            "entropy": self.entropy,
+            "skew": self.imbalance,
+            "merit": self.information,
+        }
+
+
+def prediction_statistics(
+    weak: torch.Tensor, strong: torch.Tensor, prior: torch.Tensor
+) -> PredictionStatistics:
+    """The statistics of probabilities, (images, classes), for images and for other views of them.
+
+    information = 1 - (mean entropy + KL(mean prediction | prior)) / log(classes). With a uniform
+    prior this is the mutual information of images and predictions, as a share of the most there
+    can be.
+    """
+    mean = weak.double().mean(dim=0)
+    entropy = torch.special.entr(weak.double()).sum(dim=1).mean().item()
+    imbalance = divergence(mean, prior.to(mean)).item()
+    return PredictionStatistics(
+        agreement=(weak.argmax(dim=1) == strong.argmax(dim=1)).double().mean().item(),
+        entropy=entropy,
+        imbalance=imbalance,
+        information=1 - (entropy + imbalance) / math.log(weak.shape[1]),
+    )
+
+
+def objection(before: PredictionStatistics, after: PredictionStatistics) -> str | None:
+    """What speaks against a model that came after another: a key of OBJECTIONS, or None."""
+    if after.imbalance > before.imbalance + _MORE_IMBALANCE:
+        return "collapse"
+    if after.agreement < before.agreement - _LESS_AGREEMENT:
+        return "disagreement"
+    if after.information < before.information + _MORE_INFORMATION:
+        return "doubt"
+    return None

@@ -26,7 +26,7 @@ from atlas_cli.learning.run import (
     source_of,
 )
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
-from atlas_cli.recipes.values import parse_clamp, parse_individual
+from atlas_cli.recipes.text import parse_clamp, parse_individual
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:

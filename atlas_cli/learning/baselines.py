@@ -16,7 +16,7 @@ from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
-from atlas_cli.recipes.values import parse_individual
+from atlas_cli.recipes.text import parse_individual
 from atlas_cli.registry import MERGE_METHODS
 
 

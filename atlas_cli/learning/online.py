@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.losses import logits_of
-from atlas_cli.core.unlabelled import objection
+from atlas_cli.core.losses import logits_of, objection
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import DataError
 from atlas_cli.learning.loop import descend, make_optimizer

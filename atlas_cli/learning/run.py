@@ -26,8 +26,7 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
 )
-from atlas_cli.recipes.reading import write_recipe
-from atlas_cli.recipes.values import parse_shots
+from atlas_cli.recipes.text import parse_shots, write_recipe
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, expand_vectors, parse_reference
 
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from atlas_cli.learning.selection import Policy, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.models.clip import Opening
-    from atlas_cli.recipes.coefficients import Table
     from atlas_cli.recipes.finetune import FinetuneRecipe
     from atlas_cli.recipes.learning import LearnRecipe
     from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.text import Table
 
 
 @dataclass(frozen=True)

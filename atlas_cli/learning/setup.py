@@ -27,10 +27,9 @@ from atlas_cli.models.clip import Clip, open_model, read_tensors
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
 from atlas_cli.models.zero_shot import zero_shot_head
 from atlas_cli.parallel import thread_pool_for
-from atlas_cli.recipes.coefficients import MANY, Table, to_table
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
-from atlas_cli.recipes.values import parse_bytes, parse_penalty
+from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_table
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
 
 _PREFIX = "visual."

@@ -33,7 +33,7 @@ from atlas_cli.learning.run import (
     source_of,
     training,
 )
-from atlas_cli.recipes.reading import write_recipe
+from atlas_cli.recipes.text import write_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,7 @@ def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> Learn
 
 def decision(selection: Selection, *, guarded: bool) -> str:
     """Which rule decided, in a few words."""
-    from atlas_cli.core.unlabelled import OBJECTIONS
+    from atlas_cli.core.losses import OBJECTIONS
 
     faults = [name for score in selection.scores for name in OBJECTIONS if name in score.values]
     if not selection.improved:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from atlas_cli.core.losses import entropies, logits_of, soft_cross_entropy
-from atlas_cli.core.unlabelled import (
+from atlas_cli.core.losses import (
     PredictionStatistics,
     Trusted,
+    entropies,
+    logits_of,
     objection,
     prediction_statistics,
     sharpen,
+    soft_cross_entropy,
     threshold_at,
     trust,
     trusted_count,
@@ -34,7 +36,7 @@ from atlas_cli.learning.selection import Fold, Score
 from atlas_cli.learning.setup import Setup, training_of
 from atlas_cli.models.composed import ComposedModel, LossOf
 from atlas_cli.recipes.learning import TtaRecipe
-from atlas_cli.recipes.values import parse_schedule, parse_shares
+from atlas_cli.recipes.text import parse_schedule, parse_shares
 from atlas_cli.registry import ObjectiveEntry, find_objective
 
 _TRUSTED_SHARE = 1 / 4  # of a batch

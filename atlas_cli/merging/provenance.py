@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_cli import __version__
 from atlas_cli.errors import MismatchError, UsageError
-from atlas_cli.recipes.reading import write_mapping
+from atlas_cli.recipes.text import write_mapping
 from atlas_cli.sources.locate import Source, sha256_of
 from atlas_cli.sources.references import parse_reference, vector_file
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.models.tensor_names import INFORMATION, MASKS
 from atlas_cli.parallel import choose_device
 from atlas_cli.sources.locate import Source
@@ -355,34 +353,3 @@ def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> lis
         elif not name.endswith(_BUFFERS):
             problems.append(f"{name} is missing")
     return problems + [f"{name} is unknown" for name in tensors if name not in places]
-
-
-# open_clip itself -----------------------------------------------------------------------------
-
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[torch.library.Library] = []  # the operators live as long as this reference
-
-
-def import_open_clip() -> ModuleType:
-    """The module open_clip, also where torchvision was built for another torch.
-
-    A CPU-only torch beside a torchvision built for CUDA fails on import because two detection
-    operators are missing. No model here calls them, so it is enough to declare them.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as problem:
-        if "torchvision::nms" not in str(problem):
-            raise
-        _declare_missing_operators()
-        importlib.import_module("torchvision")
-    return importlib.import_module("open_clip")
-
-
-def _declare_missing_operators() -> None:
-    """Declare torchvision::nms and ::qnms, and forget the half-imported torchvision."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
-    _declared.append(torch.library.Library("torchvision", "DEF"))
-    for operator in ("nms", "qnms"):
-        _declared[-1].define(f"{operator}{_SCHEMA}")

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 from atlas_cli.errors import nearest
-from atlas_cli.recipes.values import parse_shots
+from atlas_cli.recipes.text import parse_shots
 from atlas_cli.registry import (
     OBJECTIVES,
     find_granularity,

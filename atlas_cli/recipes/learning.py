@@ -29,7 +29,7 @@ from atlas_cli.recipes.fields import (
     one_of,
 )
 from atlas_cli.recipes.model import Recipe
-from atlas_cli.recipes.values import (
+from atlas_cli.recipes.text import (
     is_pattern,
     parse_bytes,
     parse_clamp,

@@ -32,7 +32,7 @@ from atlas_cli.recipes.merge_checks import (
     semantic_problems,
 )
 from atlas_cli.recipes.model import Entry, Recipe, problems_of
-from atlas_cli.recipes.reading import parse_mapping
+from atlas_cli.recipes.text import parse_mapping
 from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
 Parameters = dict[str, Any] | None  # what may be in them depends on the method: see merge_checks

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
-from atlas_cli.recipes.coefficients import table_problems
 from atlas_cli.recipes.merge_parameters import OTHERS, parameter_problems
+from atlas_cli.recipes.text import table_problems
 from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.fields import FINITE, KIND, VALUE, error_of
-from atlas_cli.recipes.reading import parse_mapping
+from atlas_cli.recipes.text import parse_mapping
 
 _CONFLICT = "conflict"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from atlas_cli.core.layer_names import places
 
 if TYPE_CHECKING:
-    from atlas_cli.recipes.coefficients import Table
+    from atlas_cli.recipes.text import Table
     from atlas_cli.vectors.describe import Comparison, VectorFacts
 
 _LONGEST = 24  # letters of a vector's name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas_cli import __version__
-from atlas_cli.recipes.coefficients import summarise
+from atlas_cli.recipes.text import summarise
 from atlas_cli.reports import charts, markup
 from atlas_cli.reports.grids import Grid, coefficient_grids
 from atlas_cli.reports.markup import Cell, percentage, rounded

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
-from atlas_cli.recipes.coefficients import Table, table_problems
+from atlas_cli.recipes.text import Table, table_problems
 
 if TYPE_CHECKING:
     from atlas_cli.recipes.merge import LearnedRecipe

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core import geometry
-from atlas_cli.core.geometry import Spectrum
+from atlas_cli.core import storage
 from atlas_cli.core.layer_names import LayerPosition, places
-from atlas_cli.core.storage import Block
+from atlas_cli.core.storage import Block, Spectrum
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.parallel import in_order
@@ -129,10 +128,10 @@ def describe_vector(
 
 def _describe_block(info: BlockInfo, place: LayerPosition, block: Block) -> BlockFacts:
     rank, energy = None, {}
-    if geometry.is_matrix(info.shape):
-        singular = geometry.singular_values(block)
-        rank = geometry.effective_rank(singular)
-        energy = {count: geometry.energy(singular, count) for count in RANKS}
+    if storage.is_matrix(info.shape):
+        singular = storage.singular_values(block)
+        rank = storage.effective_rank(singular)
+        energy = {count: storage.energy(singular, count) for count in RANKS}
     return BlockFacts(
         name=info.name,
         layer=place.layer,
@@ -214,8 +213,8 @@ def compare(vectors: Mapping[str, TaskVector], advance: Callable[[int], None]) -
         vectors=tuple(vectors),
         cosine=_matrix(whole),
         cosine_by_kind={kind: _matrix(products) for kind, products in kinds.items()},
-        spectrum=geometry.spectrum(whole, centred=False),
-        centred_spectrum=geometry.spectrum(whole, centred=True),
+        spectrum=storage.spectrum(whole, centred=False),
+        centred_spectrum=storage.spectrum(whole, centred=True),
     )
 
 
@@ -240,11 +239,11 @@ def _products(name: str, vectors: Mapping[str, TaskVector]) -> torch.Tensor:
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"{shape} in {label}" for label, shape in shapes.items())
         raise MismatchError(f"{name} has different shapes: {found}")
-    return geometry.gram(
+    return storage.gram(
         [vector.read(name) if label in there else None for label, vector in vectors.items()]
     )
 
 
 def _matrix(products: torch.Tensor) -> Matrix:
-    rows: list[list[float]] = geometry.cosines(products).tolist()
+    rows: list[list[float]] = storage.cosines(products).tolist()
     return [[None if math.isnan(value) else value for value in row] for row in rows]

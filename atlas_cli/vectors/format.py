@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from atlas_cli import __version__
-from atlas_cli.core import geometry, storage
+from atlas_cli.core import storage
 from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, Form, Quantised
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import TensorStream, open_safetensors
@@ -281,7 +281,7 @@ def open_checked(path: Path) -> TaskVector:
 
     def read(name: str) -> Block:
         block = vector.read(name)
-        _check_norm(path, infos[name], geometry.norm(block))
+        _check_norm(path, infos[name], storage.block_norm(block))
         return block
 
     return TaskVector(vector.header, read)

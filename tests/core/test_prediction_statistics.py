@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.unlabelled import PredictionStatistics, objection, prediction_statistics
+from atlas_cli.core.losses import PredictionStatistics, objection, prediction_statistics
 
 UNIFORM = torch.full((4,), 0.25)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.unlabelled import divergence, sharpen, threshold_at, trust, trusted_count
+from atlas_cli.core.losses import divergence, sharpen, threshold_at, trust, trusted_count
 
 
 def predictions(images: int, classes: int, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 
 from atlas_cli.datasets.pixels import Crops, draw_crops, stack_images, take, whole_images
-from atlas_cli.models.clip import import_open_clip
+from atlas_cli.models.open_clip_import import import_open_clip
 
 import_open_clip()  # mends torchvision
 from torchvision.transforms import RandomResizedCrop  # noqa: E402

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from atlas_cli.datasets.builtin import CONTROL, TASKS, draw, label_of
-from atlas_cli.models.clip import import_open_clip
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.sources.references import builtin_model
 
 Opened = tuple[Any, Callable[[list[str]], torch.Tensor], Callable[[Any], torch.Tensor]]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.storage import Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
-from atlas_cli.models.clip import import_open_clip, open_model
+from atlas_cli.models.clip import open_model
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.differences import Choice

@@ -11,7 +11,8 @@ from conftest import TINY_CONFIG, write_open_clip
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import AtlasError, MismatchError, UsageError
-from atlas_cli.models.clip import Opening, import_open_clip, open_model
+from atlas_cli.models.clip import Opening, open_model
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.parallel import choose_device
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference

@@ -11,7 +11,8 @@ from conftest import HALF, write_open_clip
 from hub import Hub
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
-from atlas_cli.models.clip import Clip, Opening, import_open_clip, open_model
+from atlas_cli.models.clip import Clip, Opening, open_model
+from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 

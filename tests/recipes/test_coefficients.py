@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_cli.recipes.coefficients import summarise, table_problems, to_table
+from atlas_cli.recipes.text import summarise, table_problems, to_table
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

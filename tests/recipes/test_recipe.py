@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.coefficients import MANY, to_table
 from atlas_cli.recipes.learning import (
     ADAMERGING,
     AddRecipe,
@@ -21,8 +20,14 @@ from atlas_cli.recipes.learning import (
 )
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
 from atlas_cli.recipes.model import check_recipe, read_recipe
-from atlas_cli.recipes.reading import write_recipe
-from atlas_cli.recipes.values import parse_bytes, parse_penalty, parse_shots
+from atlas_cli.recipes.text import (
+    MANY,
+    parse_bytes,
+    parse_penalty,
+    parse_shots,
+    to_table,
+    write_recipe,
+)
 
 # Recipes of fit -------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_a_model_is_refused_with_a_way_out(text: str, message: st
 
 
 def test_architectures_and_tags_are_those_of_open_clip_itself():
-    from atlas_cli.models.clip import import_open_clip
+    from atlas_cli.models.open_clip_import import import_open_clip
 
     open_clip = import_open_clip()
     ours = {(name, tag) for name, tags in open_clip_tags().items() for tag in tags}

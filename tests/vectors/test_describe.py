@@ -129,7 +129,7 @@ def test_an_adapter_is_measured_through_its_factors(
     blocks = {NAME: lora(4)}
     path = write_vector(tmp_path / "lora.safetensors", blocks)
     wanted = np.linalg.svd(decode(blocks[NAME]).double().numpy(), compute_uv=False)
-    monkeypatch.setattr("atlas_cli.core.geometry.decode", None)  # would form the product
+    monkeypatch.setattr("atlas_cli.core.storage.decode", None)  # would form the product
     [block] = described(path).blocks
     assert block.storage == "factors"
     assert block.energy[4] == pytest.approx((wanted[:4] ** 2).sum() / (wanted**2).sum(), abs=1e-6)

@@ -1,0 +1,210 @@
+"""What recipes write as text: YAML, values such as 2GiB or 0.9:1, tables of coefficients."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from atlas_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from atlas_cli.recipes.merge import LearnedRecipe
+
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size in bytes from text such as 2GiB, 500MB or 1000; None if the text is not a size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.lower())
+    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
+
+
+def parse_shots(text: str | int | float) -> int | float | None:
+    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
+    if text == "all":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    if 0 < number < 1:
+        return number
+    return int(number) if number >= 1 and number.is_integer() else 0
+
+
+def parse_penalty(text: str) -> tuple[int, float]:
+    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
+    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
+    return (int(found[1]), float(found[2])) if found else (0, 0.0)
+
+
+def parse_clamp(text: str) -> tuple[float, float] | None:
+    """Two bounds from text such as 0:1; None if the text is not LOW:HIGH."""
+    low, _, high = text.partition(":")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        return None
+    return found if found[0] < found[1] else None
+
+
+def parse_schedule(text: str) -> tuple[float, float] | None:
+    """START and END within 0 and 1 from text such as 0.9:1; 0.9 alone is both. None if neither."""
+    start, _, end = text.partition(":")
+    try:
+        found = float(start), float(end or start)
+    except ValueError:
+        return None
+    return found if all(0 <= value <= 1 for value in found) else None
+
+
+def parse_shares(text: str) -> list[float] | None:
+    """Positive numbers from text such as 0.9,0.1; None if the text is not a list of them."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    return found if all(0 < share < math.inf for share in found) else None
+
+
+def parse_individual(text: str) -> tuple[str, float] | None:
+    """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is neither."""
+    name, _, percent = text.rpartition("=")
+    try:
+        found = float(percent) / 100
+    except ValueError:
+        return None
+    return (name, found) if name and 0 < found <= 1 else None
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+Table = dict[str, dict[str, float]]
+MANY = 20_000  # numbers beyond which a table is kept as tensors rather than as text
+
+
+def to_table(
+    vectors: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[float]]
+) -> Table:
+    """Name the rows and columns of a table. Nine digits tell any two float32 numbers apart."""
+    return {
+        vector: {label: float(f"{value:.9g}") for label, value in zip(labels, row, strict=True)}
+        for vector, row in zip(vectors, rows, strict=True)
+    }
+
+
+def table_problems(table: Mapping[str, Mapping[str, float]], where: str) -> list[str]:
+    """A line for every number that is not finite."""
+    return [
+        f"{where}.{vector}.{label}: {value} is not a finite number"
+        for vector, row in table.items()
+        for label, value in row.items()
+        if not math.isfinite(value)
+    ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The coefficients of one vector in a few numbers."""
+
+    vector: str
+    blocks: int
+    mean: float
+    mean_size: float
+    lowest: float
+    highest: float
+    largest: str
+
+
+def summarise(table: Table) -> list[Summary]:
+    """A row for each vector, in the order of the table."""
+    return [
+        Summary(
+            vector,
+            len(row),
+            statistics.fmean(row.values()),
+            statistics.fmean(abs(value) for value in row.values()),
+            min(row.values()),
+            max(row.values()),
+            max(row, key=lambda label: abs(row[label])),
+        )
+        for vector, row in table.items()
+        if row
+    ]
+
+
+_MANY_NODES = 100_000  # no recipe is this large; a few nested aliases can be
+
+
+def parse_mapping(text: str, where: str) -> dict[Any, Any]:
+    """The keys and values of a YAML text. Raises UsageError for anything else."""
+    found = _parse(text, where)
+    if not isinstance(found, dict):
+        raise UsageError(f"{where}: expected keys and values, found {type(found).__name__}")
+    return found
+
+
+def write_mapping(found: Mapping[str, Any], comment: str) -> str:
+    """Keys and values as YAML, under a comment of one or more lines."""
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    return lines + yaml.dump(found, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def write_recipe(recipe: LearnedRecipe, comment: str) -> str:
+    """A learned recipe as YAML, under a comment of one or more lines."""
+    return write_mapping(recipe.model_dump(), comment)
+
+
+class _Strict(yaml.SafeLoader):
+    """Safe YAML in which a key given twice is an error and aliases cannot explode."""
+
+    nodes = 0
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        self.nodes += 1
+        if self.nodes > _MANY_NODES:
+            raise yaml.MarkedYAMLError(problem="too many nodes", problem_mark=node.start_mark)
+        return super().construct_object(node, deep)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Safe YAML without aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Strict)
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark
+        line = f" on line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{where}: not valid YAML{line}: {problem.problem}") from problem
+    except (yaml.YAMLError, RecursionError) as problem:
+        raise UsageError(f"{where}: not valid YAML: {str(problem).splitlines()[0]}") from problem
