@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,6 @@ from atlas_cli.datasets.dataset import Dataset, content, plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
-from atlas_cli.learning.run import Inputs
 from atlas_cli.learning.selection import Policy
 from atlas_cli.models.clip import Clip, open_model, read_tensors
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
@@ -31,6 +30,9 @@ from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
 from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_table
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import Inputs
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
