@@ -103,8 +103,6 @@ def test_factors_measure_as_their_product_does(left: Factors, right: Factors):
     assert np.allclose(wanted[count:], 0, atol=1e-5 * wanted[0])
     dense_norm = storage.block_norm(Dense(decode(left)))
     assert storage.block_norm(left) == pytest.approx(dense_norm, rel=1e-5)
-        storage.block_norm(Dense(decode(left))), rel=1e-5
-    )
     if left.shape == right.shape:
         dense = storage.gram([Dense(decode(left)), Dense(decode(right))])
         assert torch.allclose(storage.gram([left, right]), dense, atol=1e-5 * dense.max().item())
