@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.recipes.fields import (
+from atlas_cli.recipes.model import (
     AT_LEAST_0,
     Accumulate,
     Architecture,
@@ -14,6 +14,7 @@ from atlas_cli.recipes.fields import (
     Positive,
     RandomSeed,
     Rate,
+    Recipe,
     Schedule,
     Shots,
     Templates,
@@ -23,7 +24,6 @@ from atlas_cli.recipes.fields import (
     expect,
     one_of,
 )
-from atlas_cli.recipes.model import Recipe
 
 WARMUP = 500  # steps, or a tenth of all if that is less
 LORA_RATE = 1e-3

@@ -7,16 +7,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.recipes.fields import (
+from atlas_cli.errors import nearest
+from atlas_cli.recipes.model import (
     GRANULARITY,
     Accumulate,
     Architecture,
+    Check,
     Clip,
     ModelName,
     Number,
     Positive,
     RandomSeed,
     Rate,
+    Recipe,
     Scalar,
     Schedule,
     Shots,
@@ -25,10 +28,8 @@ from atlas_cli.recipes.fields import (
     WeightDecay,
     about,
     expect,
-    objective_of,
     one_of,
 )
-from atlas_cli.recipes.model import Recipe
 from atlas_cli.recipes.text import (
     is_pattern,
     parse_bytes,
@@ -38,6 +39,7 @@ from atlas_cli.recipes.text import (
     parse_schedule,
     parse_shares,
 )
+from atlas_cli.registry import OBJECTIVES, objectives_of
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -60,6 +62,20 @@ _METHOD = about(
 )
 _SELECT = about("What decides which epoch is kept; see below.")
 SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfold"), _SELECT]
+
+
+def objective_of(command: str) -> Check:
+    """A check for the name of an objective that a command takes."""
+
+    def problem(word: str) -> str | None:
+        entry = OBJECTIVES.get(word)
+        if entry and command in entry.commands:
+            return None
+        names = objectives_of(command)
+        listed = " or ".join(names) if len(names) == 2 else ", ".join(names)
+        return f"expected {listed}, found {word!r}{nearest(word, names)}"
+
+    return Check(problem, lambda: {"enum": objectives_of(command)})
 
 
 class EvalRecipe(Recipe):

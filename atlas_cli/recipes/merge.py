@@ -10,17 +10,6 @@ from typing import Annotated, Any
 from pydantic import model_validator
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.fields import (
-    TABLE,
-    TABLE_OR_TEXT,
-    TEXT,
-    Check,
-    Number,
-    RandomSeed,
-    about,
-    in_schema,
-    wrong_kind,
-)
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
@@ -31,7 +20,20 @@ from atlas_cli.recipes.merge_checks import (
     refused_keys,
     semantic_problems,
 )
-from atlas_cli.recipes.model import Entry, Recipe, problems_of
+from atlas_cli.recipes.model import (
+    TABLE,
+    TABLE_OR_TEXT,
+    TEXT,
+    Check,
+    Entry,
+    Number,
+    RandomSeed,
+    Recipe,
+    about,
+    in_schema,
+    problems_of,
+    wrong_kind,
+)
 from atlas_cli.recipes.text import parse_mapping
 from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
