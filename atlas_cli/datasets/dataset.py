@@ -34,7 +34,8 @@ class Sample:
     """One image and its class, as a position among the classes, if it is known.
 
     `image` is a path, a PIL image, an array (height, width, 3) of bytes, or a function that gives
-    one of these. Without it, the image is the file `key` below the root of the dataset.
+    one of these. Without it, the image is the file `key` below the root of the dataset. `sha256` is
+    the digest of its content, where that has been taken already.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Sample:
     image: ImageLike | Callable[[], ImageLike] | None = field(
         default=None, compare=False, repr=False
     )
+    sha256: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

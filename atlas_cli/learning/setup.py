@@ -194,7 +194,7 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
         if sample.label is not None or dataset.keys_identify:
             digest.update(f"{sample.key}\0{sample.label}\0".encode())
         if not dataset.keys_identify:
-            digest.update(content(dataset, sample))
+            digest.update(sample.sha256 or content(dataset, sample))
     images = len(dataset.samples)
     return {
         "name": dataset.name,

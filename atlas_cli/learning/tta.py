@@ -143,8 +143,8 @@ def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     names = check_classes(classes or dataset.classes, dataset.name)
     samples = dataset.unlabelled().samples
     if not dataset.keys_identify:
-        ranks = {sample.key: sha256(content(dataset, sample)).digest() for sample in samples}
-        samples = tuple(sorted(samples, key=lambda sample: (ranks[sample.key], sample.key)))
+        hashed = [replace(s, sha256=sha256(content(dataset, s)).digest()) for s in samples]
+        samples = tuple(sorted(hashed, key=lambda sample: (sample.sha256, sample.key)))
     return replace(dataset, classes=names, samples=samples)
 
 
