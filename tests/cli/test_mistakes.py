@@ -158,6 +158,7 @@ def test_ctrl_c(moment: str):
         text=True,
         start_new_session=True,
         env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for &
     )
     loaded = Path(f"/proc/{process.pid}/maps")
     while process.poll() is None and (
