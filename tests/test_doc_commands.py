@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = "commands.md"  # what --help prints; tests/test_docs.py makes it again
+IN_PYTHON = "api.md"  # tests/test_api.py runs it
 RUN_FROM_A_CLONE = 2  # README's first blocks install atlas, so .ci/run runs them instead
 NUMBER = re.compile(r"\d+\.\d+")
 KINDS = {"sh", "console", "text", "python", "toml"}  # of which the first two are run
@@ -70,7 +71,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != GENERATED], ids=lambda page: page.stem
+    "page",
+    [page for page in PAGES if page.name not in (GENERATED, IN_PYTHON)],
+    ids=lambda page: page.stem,
 )
 def test_the_commands_of_a_page_run_in_order(
     page: Path, tmp_path: Path, environment: dict[str, str]

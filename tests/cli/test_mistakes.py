@@ -160,18 +160,26 @@ def test_ctrl_c(moment: str):
         env=os.environ,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for &
     )
+    try:
+        _wait_for(moment, process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+        process.communicate()
+    if moment == "at once":  # the interpreter itself may not have started yet
+        assert process.returncode in (130, -signal.SIGINT, 1)
+        return
+    assert (process.returncode, out, err) == (130, "", "atlas: interrupted\n")
+
+
+def _wait_for(moment: str, process: subprocess.Popen[str]) -> None:
     loaded = Path(f"/proc/{process.pid}/maps")
     while process.poll() is None and (
         (moment == "importing" and "libtorch" not in loaded.read_text())
         or (moment == "working" and len(children_of(process.pid)) < 2)
     ):
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT)
-    if moment == "at once":  # the interpreter itself may not have started yet
-        assert process.returncode in (130, -signal.SIGINT, 1)
-        return
-    assert (process.returncode, out, err) == (130, "", "atlas: interrupted\n")
 
 
 def test_on_a_terminal_there_is_a_table_and_a_bar_and_in_a_pipe_neither(run, on_terminal):

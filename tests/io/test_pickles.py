@@ -435,7 +435,7 @@ MEASURE = """
 import json, resource, sys, torch
 from pathlib import Path
 from atlas_cli.errors import CheckpointError
-from atlas_cli.pickles import open_pickle
+from atlas_cli.io.pickles import open_pickle
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

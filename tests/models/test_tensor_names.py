@@ -97,8 +97,9 @@ def test_image_features_from_the_hub_are_equal(twin, tmp_path: Path, run_python)
             saved = tmp_path / f"{revision}.pt"
             run_python(
                 "import sys, torch\n"
-                "from atlas_cli.models import open_model\n"
-                "from atlas_cli.sources import locate, parse_reference\n"
+                "from atlas_cli.models.clip import open_model\n"
+                "from atlas_cli.sources.locate import locate\n"
+                "from atlas_cli.sources.references import parse_reference\n"
                 "source = locate(parse_reference(sys.argv[1]))\n"
                 "assert source.commit == sys.argv[3], source.commit\n"
                 "images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))\n"
