@@ -20,7 +20,7 @@ def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
         process = start(*given, "-o", folder, "--resume")
         while process.poll() is None:
             if state.exists() and state.stat().st_mtime_ns != before:
-                time.sleep(dice.uniform(0, 0.3))
+                time.sleep(dice.uniform(0, 0.2))
                 process.send_signal(signal.SIGKILL)
                 break
             time.sleep(0.005)
