@@ -35,10 +35,11 @@ _LOCK = threading.RLock()  # reentrant: a module that is being loaded may look n
 
 
 class Registry(Mapping[str, Entry]):
-    """Entries of one kind by their names, in the order in which they were registered."""
+    """Entries of one kind by their names: those of `modules` in that order, then of plugins."""
 
     def __init__(self, kind: str, *modules: str) -> None:
         self.kind = kind
+        self._order = modules
         self._modules = modules  # that are still to be imported
         self._entries: dict[str, Entry] = {}
         self._origins: dict[str, str] = {}
@@ -73,7 +74,13 @@ class Registry(Mapping[str, Entry]):
     def __iter__(self) -> Iterator[str]:
         self._import_modules()
         load_plugins()
-        return iter([*self._entries])
+        return iter(sorted(self._entries, key=self._rank))
+
+    def _rank(self, name: str) -> int:
+        """The place of a name's module: whoever imported one first does not change the order."""
+        module = self._origins[name].rpartition(".")[0]
+        found = [n for n, one in enumerate(self._order) if f"{module}.".startswith(f"{one}.")]
+        return found[0] if found else len(self._order)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -178,7 +178,11 @@ def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> Learn
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         tuned = Path(folder) / "tuned.safetensors"
         write_tensors(tuned, tensors)
-        extract_to(path, path.stem, base, locate(parse_reference(str(tuned))), Options())
+        source = locate(parse_reference(str(tuned)))
+        # The folder is gone afterwards, and its name would differ between runs.
+        told = f"LayerNorms tuned on {inputs.datasets[0].name}"
+        source = replace(source, reference=replace(source.reference, text=told))
+        extract_to(path, path.stem, base, source, Options())
     entry = VectorEntry(name=path.stem, file=str(path), sha256=sha256_of(path))
     blocks = [block.name for block in open_vector(path).header.blocks if block.norm]
     return LearnedRecipe(

@@ -107,6 +107,23 @@ def test_a_histogram_of_many_classes_is_shown_in_few_rows(call, world):
     assert "20 others" in result.err
 
 
+def test_tuned_layernorms_are_the_same_bytes_in_every_run(call, world, tmp_path):
+    given = (
+        "tta",
+        world / "photos",
+        "--model",
+        world / "base",
+        "--tune",
+        "layernorm",
+        *QUICK,
+        *MOVED,
+    )
+    for name in ("one", "two"):
+        assert call(*given, "-o", tmp_path / name).code == 0
+    one, two = (tmp_path / name / "layernorm.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
 def test_tuned_layernorms_are_a_task_vector_that_merge_takes(call, world, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "predictions.jsonl"
     given = ("tta", world / "photos", "--model", world / "base", "--tune", "layernorm", *QUICK)
