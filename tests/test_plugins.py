@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 from conftest import write_images
 from safetensors.torch import load_file, save_file
@@ -73,9 +74,9 @@ def plugin(tmp_path: Path) -> Callable[..., Environment]:
 def atlas(
     *arguments: object, env: Environment | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, as a user does."""
+    """Run the command line in a process of its own, which has loaded no plugin yet."""
     return subprocess.run(
-        [sys.executable, "-m", "atlas_cli", *map(str, arguments)],
+        [*warm.atlas(), *map(str, arguments)],
         env=env,
         input=stdin,
         capture_output=True,
@@ -138,7 +139,8 @@ def test_a_method_that_gives_too_few_values_is_stopped(plugin, tmp_path: Path):
         )
         env = plugin(source.rstrip() + ").reshape(-1)[1:]\n", name=f"short_{number}")
         recipe = merge_recipe(moved(tmp_path / f"model {number}", 0.5))
-        done = atlas("merge", "-", "-o", tmp_path / "merged", env=env, stdin=recipe)
+        roomy = ("-o", tmp_path / "merged", "--memory", "1GB")
+        done = atlas("merge", "-", *roomy, env=env, stdin=recipe)
         assert done.returncode == 1
         assert re.search(r"the merge method gave (\d+) values for \d+$", done.stderr.strip())
         shutil.rmtree(tmp_path / "site")

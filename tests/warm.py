@@ -10,8 +10,9 @@ child is killed when the program is, and every child when the server ends, which
 with the tests.
 
 Settings that libraries read while they are imported cannot change afterwards, except for those of
-huggingface_hub, which are read anew: with others than the server's, the program starts a new
-Python instead, which takes some seconds. `COLD` is the command that always does.
+huggingface_hub, which are read anew, and folders in front of the server's PYTHONPATH, which come
+to stand in front of sys.path: with others than the server's, the program starts a new Python
+instead, which takes some seconds. `COLD` is the command that always does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ PROGRAM = """#!{python} -IS
 import json, os, resource, signal, socket, sys
 SETTINGS, READ_ANEW, LIMITS = {settings!r}, {read_anew!r}, {limits!r}
 found = {{k: v for k, v in os.environ.items() if k.startswith(SETTINGS) and k not in READ_ANEW}}
-if found != {known!r}:
+paths, known = found.pop("PYTHONPATH", ""), {known!r}
+usual = known.pop("PYTHONPATH", "")
+added = paths.removesuffix(usual)
+if found != known or added + usual != paths or (added and usual and not added.endswith(":")):
     os.execv({python!r}, [{python!r}, "-m", "atlas_cli", *sys.argv[1:]])
 def is_open(number):
     try:
@@ -71,6 +75,7 @@ asked = json.dumps({{
     "streams": streams,
     "limits": [resource.getrlimit(limit) for limit in LIMITS],
     "ignored": ignored,
+    "paths": [path for path in added.split(":") if path],
 }}).encode("utf-8", "surrogateescape")
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -236,6 +241,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(asked["environment"])
     if known != {name: os.environ.get(name) for name in READ_ANEW}:
         importlib.reload(sys.modules["huggingface_hub.constants"])
+    sys.path[:0] = asked["paths"]
     os.chdir(asked["folder"])
     os.umask(asked["umask"])
     for limit, (soft, hard) in zip(LIMITS, asked["limits"], strict=True):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import TIMEOUT
 from PIL import Image
 from warm import start
@@ -16,31 +17,36 @@ from atlas_cli.datasets import builtin
 from atlas_cli.datasets.dataset import few_shot, open_dataset
 
 
-def test_the_folder_holds_the_task(call, tmp_path: Path):
+@pytest.mark.parametrize("shots", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_folder_holds_the_task(call, tmp_path: Path, shots: int | None):
+    """Shots are for training, and those that few_shot draws; the other splits stay whole."""
     folder = tmp_path / "signs"
-    result = call("draw", "builtin:signs", "-o", folder, "--json")
+    result = call(
+        "draw", "builtin:signs", "-o", folder, "--json", *(["--shots", shots] if shots else [])
+    )
     task = builtin.TASKS["signs"]
+    sizes = dict(task.sizes)
+    if shots:
+        sizes["train"] = shots * len(task.classes)
     assert json.loads(result.out) == {
         "folder": str(folder),
         "classes": len(task.classes),
-        "images": dict(task.sizes),
+        "images": sizes,
     }
     for split in ("train", "val", "test"):
         dataset = open_dataset(str(folder), split=split)
         assert dataset.classes == tuple(sorted(task.classes, key=lambda n: n.replace(" ", "_")))
         assert dataset.templates == task.templates
-        assert len(dataset.samples) == task.sizes[split]
+        wanted = open_dataset("builtin:signs", split=split)
+        if shots and split == "train":
+            wanted = few_shot(wanted, shots, seed=0)
+        written = sorted(Path(sample.key).stem for sample in dataset.samples)
+        assert written == sorted(sample.key for sample in wanted.samples)
+        assert len(written) == sizes[split]
     sample = open_dataset(str(folder)).samples[0]
     index = int(Path(sample.key).stem)
     drawn = builtin.draw("signs", "test", index)
     assert np.array_equal(np.asarray(Image.open(folder / sample.key)), drawn)
-
-
-def test_shots_are_those_that_few_shot_draws(call, tmp_path: Path):
-    assert call("draw", "builtin:digits", "-o", tmp_path / "d", "--shots", "2", "-q").code == 0
-    written = {Path(s.key).stem for s in open_dataset(f"{tmp_path}/d", split="train").samples}
-    drawn = few_shot(open_dataset("builtin:digits", split="train"), 2, seed=0)
-    assert written == {sample.key for sample in drawn.samples}
 
 
 def test_an_existing_folder_is_left_alone(call, photos: Path):
