@@ -201,9 +201,9 @@ def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: P
     )
     keys = {"model": "m", "vectors": ["v"], "data": ["a"], "objective": "entropy", "lr": rate}
     recipe = AddRecipe(**keys)
-    descent = training_of(recipe, parse_clamp(recipe.clamp)).descent
-    descender = CoefficientOptimizer(torch.full(ours.shape, recipe.init), tasks.steps, descent)
-    for _ in descend(ComposedModel(base, ours), descender, tasks):
+    config = training_of(recipe, parse_clamp(recipe.clamp)).optimizer_config
+    own = CoefficientOptimizer(torch.full(ours.shape, recipe.init), tasks.steps, config)
+    for _ in descend(ComposedModel(base, ours), own, tasks):
         pass
 
     theirs.clamp_weights = True
@@ -222,7 +222,7 @@ def test_entropy_follows_the_layer_wise_adamerging_of_fusion_bench(both, base: P
     theirs.clamp_weights = False
     theirs.merge_weight.data.copy_(coefficients)
     free = torch.tensor(["k_proj.bias" not in label for label in ours.layout.labels])
-    assert relative(descender.values[:, free], wanted[:, free]) < (1e-5 if rate < 0.1 else 1e-4)
+    assert relative(own.values[:, free], wanted[:, free]) < (1e-5 if rate < 0.1 else 1e-4)
     if rate > 0.1:
         assert {0.0, 1.0} <= set(wanted.flatten().tolist())
     else:
