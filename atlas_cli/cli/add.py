@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,9 @@ from atlas_cli.cli.options import (
     learning_command,
     run_learning,
 )
-from atlas_cli.learning.add import add as run
-from atlas_cli.learning.run import RunOptions
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 Tasks = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Images of every task, or a recipe.")
@@ -66,6 +67,7 @@ def add(
 
     Example: atlas add cars/ signs/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """
+    from atlas_cli.learning.add import add as run
     from atlas_cli.recipes.learning import AddRecipe
 
     own: dict[str, Any] = {"objective": objective, "init": init, "clamp": clamp}

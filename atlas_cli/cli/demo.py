@@ -32,7 +32,6 @@ from atlas_cli.cli.options import AsJson, Force
 from atlas_cli.cli.process import Running, begin, first_to_end
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import write_text
-from atlas_cli.reports.plots import missing_library
 
 _STATE = "demo.json"
 _AT_ONCE = 2
@@ -184,6 +183,8 @@ def _unfinished(line: CommandLine) -> str:
 
 def _draw(runner: CommandRunner, kept: bool) -> str | None:
     """Draw the coefficients, if the libraries are there, and say where the picture is."""
+    from atlas_cli.reports.plots import missing_library
+
     if missing_library():
         _say("(with the extra `plot`, a picture of the coefficients is drawn here)")
         return None

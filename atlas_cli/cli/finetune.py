@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,9 +18,9 @@ from atlas_cli.cli.options import (
     given_recipe,
     learning_command,
 )
-from atlas_cli.learning.finetune import VectorOutput
-from atlas_cli.learning.finetune import finetune as run
-from atlas_cli.learning.run import RunOptions
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 Data = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Labelled images, or a recipe (.yaml, -).")
@@ -93,6 +93,9 @@ def finetune(
     }
     recipe = given_recipe(FinetuneRecipe, data, {**flags, **given_flags(own)})
     listener = ConsoleListener(output)
+    from atlas_cli.learning.finetune import VectorOutput
+    from atlas_cli.learning.finetune import finetune as run
+
     vectors = VectorOutput(vector, vectors_dir)
     result = run(recipe, options, vectors=vectors, on_event=listener, stop=listener.stop)
     for line in result.notes:

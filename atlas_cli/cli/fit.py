@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,9 @@ from atlas_cli.cli.options import (
     learning_command,
     run_learning,
 )
-from atlas_cli.learning.fit import fit as run
-from atlas_cli.learning.run import RunOptions
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 Data = Annotated[
     str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
@@ -40,6 +41,7 @@ def fit(
 
     Example: atlas fit shots/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
     """
+    from atlas_cli.learning.fit import fit as run
     from atlas_cli.recipes.learning import FitRecipe
 
     own = given_flags({"allow_target": allow_target})

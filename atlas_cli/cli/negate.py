@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,9 @@ from atlas_cli.cli.options import (
     learning_command,
     run_learning,
 )
-from atlas_cli.learning.negate import negate as run
-from atlas_cli.learning.run import RunOptions
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 Targets = Annotated[
     list[str],
@@ -56,6 +57,7 @@ def negate(
 
     Example: atlas negate cars/ --control photos/ --model ViT-B-32/openai --vector cars.safetensors
     """
+    from atlas_cli.learning.negate import negate as run
     from atlas_cli.recipes.learning import NegateRecipe
 
     own = {"control": control, "keep": keep, "forget": forget}

@@ -26,7 +26,6 @@ from atlas_cli.learning.events import (
     TrainingStarted,
     Warned,
 )
-from atlas_cli.learning.run import RunOptions
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import LearningResult
@@ -194,6 +193,11 @@ class OutputOptions:
     quiet: bool = False
 
 
+def _signature(function: Callable[..., None]) -> inspect.Signature:
+    """The signature with its annotations. Options of a run are no flags, and slow to import."""
+    return inspect.signature(function, eval_str=True, locals={"RunOptions": Any})
+
+
 def learning_command(
     function: Callable[..., None], without: Collection[str] = ()
 ) -> Callable[..., None]:
@@ -204,7 +208,7 @@ def learning_command(
     """
     own = {
         name: parameter
-        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+        for name, parameter in _signature(function).parameters.items()
         if name not in ("flags", "options", "output")
     }
     offered = [name for name in _FLAGS if name not in without]
@@ -213,6 +217,8 @@ def learning_command(
 
     def command(**given: Any) -> None:
         output = OutputOptions(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
+        from atlas_cli.learning.run import RunOptions  # only once a command is run
+
         options = RunOptions(**{name: given.pop(name) for name in _RUN_OPTIONS if name in given})
         flags = given_flags({name: given.pop(name) for name in offered})
         function(**given, flags=flags, options=options, output=output)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,9 +31,9 @@ from atlas_cli.learning.events import (
     TrainingStarted,
     Warned,
 )
-from atlas_cli.learning.run import RunOptions
-from atlas_cli.learning.tta import tta as run
-from atlas_cli.learning.tta import tta_online
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 Images = Annotated[
     str | None,
@@ -118,6 +118,8 @@ def tta(
         from atlas_cli.recipes.learning import TtaRecipe
 
         recipe = given_recipe(TtaRecipe, images, keys)
+        from atlas_cli.learning.tta import tta as run
+
         run_learning(partial(run, recipe, options, predictions=predictions), output)
 
 
@@ -148,6 +150,8 @@ def _run_online(
     from atlas_cli.recipes.learning import TtaRecipe
 
     recipe = given_recipe(TtaRecipe, images or "stdin", keys)
+    from atlas_cli.learning.tta import tta_online
+
     result = tta_online(recipe, _paths(), options, on_event=OnlineListener())
     if not output.quiet:
         learned_from = f"learned from {result.learned_from}"
