@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,9 @@ from atlas_cli.cli.demo_story import (
 from atlas_cli.cli.options import AsJson, Force
 from atlas_cli.cli.process import Running, begin, first_to_end
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import write_text
+
+if TYPE_CHECKING:
+    pass
 
 _STATE = "demo.json"
 _AT_ONCE = 2
@@ -120,6 +122,9 @@ class CommandRunner:
 
     def _finish(self, running: dict[CommandLine, Running]) -> None:
         """Wait for the next process to end, and repeat what it wrote to stderr."""
+
+        from atlas_cli.io.files import write_text
+
         ended = first_to_end(running.values())
         line = next(line for line, process in running.items() if process is ended)
         del running[line]
@@ -135,6 +140,9 @@ class CommandRunner:
 
 def _open(place: Path, *, force: bool) -> CommandRunner:
     """A runner that goes on where an earlier one stopped, or begins in a new folder."""
+
+    from atlas_cli.io.files import write_text
+
     state = place / _STATE
     try:
         if force and state.exists():

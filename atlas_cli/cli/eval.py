@@ -24,12 +24,10 @@ from atlas_cli.cli.options import (
     TextModel,
     Workers,
 )
-from atlas_cli.datasets.dataset import Dataset, open_datasets
 from atlas_cli.errors import UsageError
-from atlas_cli.io.files import write_text
-from atlas_cli.reports import scores
 
 if TYPE_CHECKING:
+    from atlas_cli.datasets.dataset import Dataset
     from atlas_cli.learning.evaluate import Evaluation
     from atlas_cli.recipes.learning import EvalRecipe
 
@@ -65,6 +63,9 @@ def note_ignored(datasets: Sequence[Dataset]) -> None:
 
 def show(results: Sequence[Evaluation], plan: EvalRecipe, device: str, as_json: bool) -> None:
     """Print the scores: JSON, a table on a terminal, CSV in a pipe."""
+
+    from atlas_cli.reports import scores
+
     if as_json:
         console.emit(scores.score_facts(results, plan.seed, device), as_json=True)
     elif console.is_terminal():
@@ -77,6 +78,10 @@ def write_predictions(
     path: Path, results: Sequence[Evaluation], datasets: Sequence[Dataset]
 ) -> None:
     """One JSON object per line and image, to a file or, for -, to stdout."""
+
+    from atlas_cli.io.files import write_text
+    from atlas_cli.reports import scores
+
     classes = {dataset.name: dataset.classes for dataset in datasets}
     text = "".join(scores.prediction_lines(results, classes))
     if str(path) == "-":
@@ -118,6 +123,8 @@ def evaluate(
 
     Example: atlas eval builtin:tiny merged/ --data builtin:digits photos/
     """
+
+    from atlas_cli.datasets.dataset import open_datasets
     from atlas_cli.sources.locate import locate
     from atlas_cli.sources.references import check_architecture, parse_reference
 

@@ -13,14 +13,17 @@ from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
 from atlas_cli.errors import UsageError
-from atlas_cli.vectors.targets import ExtractRequest, resolve
 
 if TYPE_CHECKING:
     from atlas_cli.vectors.extract import Extracted
+    from atlas_cli.vectors.targets import ExtractRequest
 
 
 def run(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
     """Write every vector, and show each when it is complete."""
+
+    from atlas_cli.vectors.targets import resolve
+
     if as_json and request.path == "-":
         raise UsageError("--json and -o - both write to stdout")
     if request.path == "-" and sys.stdout is not None and sys.stdout.isatty():
@@ -119,6 +122,9 @@ def extract(
 
     Example: atlas extract ViT-B-32/openai cars/finetuned.pt -o cars.safetensors --dtype fp16
     """
+
+    from atlas_cli.vectors.targets import ExtractRequest
+
     request = ExtractRequest(
         *(base, finetuned, path, scope, dtype, rank, energy, scale),
         *(ignore or [], name, allow_global or [], arch, force),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,18 +13,13 @@ from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text, spooled_stdin
 from atlas_cli.cli.options import Architecture, AsJson, PlotFile, Quiet
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.reports import tables
-from atlas_cli.reports.plots import check_libraries, check_plot, plot_run, plot_vectors
-from atlas_cli.reports.runs import (
-    Run,
-    is_run,
-    is_table,
-    read_coefficients,
-    read_numbers,
-    read_run,
-)
-from atlas_cli.sources.locate import WEIGHT_SUFFIXES, Source, locate
-from atlas_cli.sources.references import Reference, check_architecture, parse_reference
+
+if TYPE_CHECKING:
+    from atlas_cli.reports.runs import (
+        Run,
+    )
+    from atlas_cli.sources.locate import Source
+    from atlas_cli.sources.references import Reference
 
 _TEXTS = (".yaml", ".yml", ".json")
 Subjects = Annotated[
@@ -50,6 +45,12 @@ def inspect(
 
     Example: atlas inspect digits.safetensors letters.safetensors --plot vectors.png
     """
+
+    from atlas_cli.reports.plots import check_libraries, check_plot
+    from atlas_cli.reports.runs import read_coefficients
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import check_architecture
+
     if plot:
         check_plot(plot)
     check_architecture(arch)
@@ -80,6 +81,10 @@ def inspect(
 
 def _parse(text: str) -> Reference:
     """A reference; a file that is not there is a typing mistake, not a name on the Hub."""
+
+    from atlas_cli.sources.locate import WEIGHT_SUFFIXES
+    from atlas_cli.sources.references import parse_reference
+
     path = Path(text)
     is_file = path.suffix in WEIGHT_SUFFIXES and (text.count("/") < 2 or path.parent.is_dir())
     if is_file and ":" not in text and not path.expanduser().exists():
@@ -88,6 +93,9 @@ def _parse(text: str) -> Reference:
 
 
 def _from_stdin(stack: ExitStack) -> Source:
+    from atlas_cli.sources.locate import Source
+    from atlas_cli.sources.references import Reference
+
     path = stack.enter_context(spooled_stdin(".safetensors"))
     return Source(Reference("-", "path", str(path)), path.parent, (path,))
 
@@ -102,6 +110,7 @@ def _show_sources(
     quiet: bool,
 ) -> None:
     from atlas_cli.reports import inspection  # torch is slow to import: only with good inputs
+    from atlas_cli.reports.plots import plot_vectors
 
     opened = inspection.open_sources(sources, arch)
     with console.progress("measuring", opened.steps, quiet=quiet) as advance:
@@ -124,6 +133,16 @@ def _show_sources(
 
 def _find_run(subject: str) -> Run | None:
     """The run or the coefficients that a subject names; None if it is a vector or a model."""
+
+    from atlas_cli.reports.runs import (
+        Run,
+        is_run,
+        is_table,
+        read_coefficients,
+        read_numbers,
+        read_run,
+    )
+
     path = Path(subject)
     if path.suffix in _TEXTS:
         return read_coefficients(*read_text(subject))
@@ -149,6 +168,9 @@ def _check_alone(name: str, subjects: Sequence[str]) -> None:
 
 
 def _show_run(run: Run, plot: Path | None, as_json: bool) -> None:
+    from atlas_cli.reports import tables
+    from atlas_cli.reports.plots import check_libraries, plot_run
+
     if plot:
         check_libraries("--plot")
         plot_run(plot, run)

@@ -16,20 +16,12 @@ from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import AsJson, Device, Quiet
 from atlas_cli.errors import UsageError
-from atlas_cli.merging.merge import (
-    BytesWritten,
-    FilterUnused,
-    MergeEvent,
-    MergeOptions,
-    MergeStarted,
-    plan_merge,
-)
-from atlas_cli.merging.merge import merge as run
-from atlas_cli.merging.provenance import Evaluated, read_evaluation
-from atlas_cli.recipes.text import parse_bytes
-from atlas_cli.sources.references import source_problems
 
 if TYPE_CHECKING:
+    from atlas_cli.merging.merge import (
+        MergeEvent,
+    )
+    from atlas_cli.merging.provenance import Evaluated
     from atlas_cli.recipes.merge import Merge
 
 RecipeFile = Annotated[
@@ -86,6 +78,10 @@ def merge(
 
     Example: atlas merge recipes/merge/linear.yaml -o merged
     """
+
+    from atlas_cli.merging.merge import MergeOptions, plan_merge
+    from atlas_cli.merging.merge import merge as run
+
     if schema:
         _show_schema()
         return
@@ -114,6 +110,8 @@ def merge(
 
 
 def _size(option: str, text: str) -> int:
+    from atlas_cli.recipes.text import parse_bytes
+
     if found := parse_bytes(text):
         return found
     raise UsageError(f"{option} {text}: expected a size such as 512MB or 2GiB")
@@ -130,11 +128,14 @@ def _check(push: str | None, explain: str | None) -> None:
 
 def _read_recipe(name: str) -> Merge:
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
+    from atlas_cli.sources.references import source_problems
 
     return read_merge(*read_text(name), source_problems)
 
 
 def _read_evaluation(path: Path) -> Evaluated:
+    from atlas_cli.merging.provenance import read_evaluation
+
     try:
         return read_evaluation(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as problem:
@@ -150,6 +151,8 @@ class _Listener(ExitStack):
         self._advance: Callable[[int], None] = lambda count: None
 
     def __call__(self, event: MergeEvent) -> None:
+        from atlas_cli.merging.merge import BytesWritten, FilterUnused, MergeStarted
+
         match event:
             case FilterUnused(text):
                 console.warn(f"filter '{text}' is in the name of no tensor")
