@@ -9,10 +9,6 @@ import typer
 
 from atlas_cli.cli import console
 from atlas_cli.cli.options import Force
-from atlas_cli.io.files import write_text
-from atlas_cli.reports.plots import check_libraries
-from atlas_cli.reports.runs import read_run
-from atlas_cli.vectors.targets import VectorTarget, check_targets
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of learning runs.")]
 OutputFile = Annotated[
@@ -28,6 +24,12 @@ def report(runs: Runs, path: OutputFile, force: Force = False) -> None:
 
     Example: atlas report run1 run2 -o report.html
     """
+
+    from atlas_cli.io.files import write_text
+    from atlas_cli.reports.plots import check_libraries
+    from atlas_cli.reports.runs import read_run
+    from atlas_cli.vectors.targets import VectorTarget, check_targets
+
     target = VectorTarget("report", None if path == "-" else Path(path))
     check_targets([target], force=force)
     check_libraries("atlas report")
