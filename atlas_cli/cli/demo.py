@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -31,9 +31,6 @@ from atlas_cli.cli.demo_story import (
 from atlas_cli.cli.options import AsJson, Force
 from atlas_cli.cli.process import Running, begin, first_to_end
 from atlas_cli.errors import AtlasError
-
-if TYPE_CHECKING:
-    pass
 
 _STATE = "demo.json"
 _AT_ONCE = 2
