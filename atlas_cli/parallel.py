@@ -6,13 +6,15 @@ Results come in the order of the items, and do not depend on how many threads th
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from threading import Barrier
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +115,36 @@ def thread_pool_for(module: torch.nn.Module, threads: int) -> Iterator[ThreadPoo
         torch_threads(1 if small else threads),
     ):
         yield pool
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back what would end this process; it is raised at the end of the block.
+
+    Processes that are forked in the block inherit that: a signal to the whole group, as a terminal
+    sends it, does not interrupt them, so that they end when this process tells them to.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals go to that one alone
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+
+    before = {number: signal.signal(number, hold) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in dict.fromkeys(held):
+        signal.raise_signal(number)
+
+
+_ENDING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+]
 
 
 def choose_device(wanted: str) -> torch.device:

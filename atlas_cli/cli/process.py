@@ -77,23 +77,25 @@ def _leave(code: Sequence[int]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but not within an import: extensions abort on an exception there.
+    """Raise KeyboardInterrupt, but neither within an import nor within a finalizer.
 
-    A timer calls this again soon after an import, and later in case the exception was swallowed.
+    Extensions abort on an exception in an import, and one in a finalizer is printed and forgotten.
+    A timer calls this again soon after, and later in case the exception was swallowed.
     """
     _interrupts.append(number)
-    importing = _is_importing(frame)
+    delicate = _is_delicate(frame)
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, _SOON if importing else _AGAIN)
-        if importing:
+        signal.setitimer(signal.ITIMER_REAL, _SOON if delicate else _AGAIN)
+        if delicate:
             return
     raise KeyboardInterrupt
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Whether an import or a finalizer is running."""
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False

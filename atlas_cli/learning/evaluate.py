@@ -15,6 +15,7 @@ from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError, DataError
 from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model
 from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.parallel import signals_held
 from atlas_cli.sources.locate import Source
 
 _MANY_CLASSES = 10  # with no more than this, top-5 says little
@@ -299,7 +300,9 @@ def batches(
         num_workers=workers,
         collate_fn=_collate,
     )
-    for batch in loader:
+    with signals_held():  # while worker processes start
+        loaded = iter(loader)
+    for batch in loaded:
         if batch.broken and not skip_broken:
             raise DataError(f"{batch.broken[0]} (--skip-broken leaves such images out)")
         yield batch
