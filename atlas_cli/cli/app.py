@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
@@ -32,9 +32,20 @@ class VariadicCommand(TyperCommand):
     """A command whose repeatable options take any number of values: `--data A B C`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`."""
+        """Parse after writing `--data A B` as `--data A --data B`.
+
+        Where that leaves a required argument without a value, the last value is the argument's.
+        """
         repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        return list(super().parse_args(ctx, spread(args, repeatable)))
+        spelt = spread(args, repeatable)
+        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
+        if argument and not {*ctx.help_option_names, "--online"} & set(args):
+            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
+            if found := handed_back(spelt, repeatable, taking):
+                spelt, value = found
+                name = (argument.metavar or "").rstrip(".")
+                console.note(f"'{value}' is taken for {name}, which is missing")
+        return list(super().parse_args(ctx, spelt))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options. Only now are plugins asked for the names that they add."""
@@ -72,6 +83,32 @@ def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
             spelt += [current, argument] if current and taken else [argument]
             taken += 1
     return spelt
+
+
+def handed_back(
+    spelt: Sequence[str], repeatable: set[str], taking: set[str]
+) -> tuple[list[str], str] | None:
+    """The arguments with the last value of a repeatable option as one of no option, and the value.
+
+    None if there is such an argument already, or no option has two values. A value that is a
+    file of weights is not taken for data. `taking` are the options that take a value.
+    """
+    last = None
+    number = 0
+    while number < len(spelt):
+        one = spelt[number]
+        if not one.startswith("-") or one in ("-", "--"):
+            return None
+        if one in taking:
+            before = spelt[number - 2] if number > 1 else ""
+            if one in repeatable and before == one:
+                last = number
+            number += 1
+        number += 1
+    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
+        return None
+    value = spelt[last + 1]
+    return [*spelt[:last], *spelt[last + 2 :], value], value
 
 
 # Plain help: drawing it with rich would take longer than all the rest of the start.

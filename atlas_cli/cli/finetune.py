@@ -76,8 +76,8 @@ def finetune(
 ) -> None:
     """Train the image tower on each task with its zero-shot head frozen; print what was written.
 
-    --select is last (default) or best: the epoch with the best accuracy on the val split, or on
-    images held out. --augment is slight (default: crops of nine tenths or more), flip, crop or
+    --select is last (default) or best: the epoch with the best accuracy on the val split or, where
+    there is none, on images held out for that. --augment is slight (default: crops of nine tenths or more), flip, crop or
     none. Epochs are those of the published task vectors by the name of the data, else 10.
 
     Example: atlas finetune cars/ --model ViT-B-32/openai -o run --vector cars.safetensors

@@ -60,6 +60,7 @@ def inspect(
         return
     if plot:
         check_libraries("--plot")
+    subjects = [name for text in subjects for name in _spelt_out(text)]
     references = {text: _parse(text) for text in subjects if text != "-"}
     if subjects.count("-") > 1:
         raise UsageError("- can be given once: stdin has one task vector")
@@ -77,6 +78,13 @@ def inspect(
 
 
 # Task vectors and models ----------------------------------------------------------------------
+
+
+def _spelt_out(text: str) -> list[str]:
+    """The task vectors that builtin:all stands for; any other subject is itself."""
+    from atlas_cli.sources.references import expand_vectors
+
+    return expand_vectors([text]) if text == "builtin:all" else [text]
 
 
 def _parse(text: str) -> Reference:
@@ -174,7 +182,9 @@ def _show_run(run: Run, plot: Path | None, as_json: bool) -> None:
     if plot:
         check_libraries("--plot")
         plot_run(plot, run)
-    if not run.table:
+    if run.command == "finetune" and run.finished:
+        _show_finetuned(run, as_json)
+    elif not run.table:
         if not plot:  # the curves of a run that has not ended can be drawn
             raise AtlasError(f"{run.name}: has no coefficients yet; --resume goes on with it")
     elif as_json:
@@ -183,3 +193,14 @@ def _show_run(run: Run, plot: Path | None, as_json: bool) -> None:
         console.emit_table(*tables.coefficient_table(run))
     else:
         console.emit_rows(tables.COEFFICIENT_COLUMNS, tables.coefficient_rows(run.table))
+
+
+def _show_finetuned(run: Run, as_json: bool) -> None:
+    from atlas_cli.reports import tables
+
+    if as_json:
+        console.emit(tables.finetuned_facts(run), as_json=True)
+    elif console.is_terminal():
+        console.emit_table(*tables.finetuned_table(run))
+    else:
+        console.emit_rows(tables.EPOCH_COLUMNS, tables.epoch_rows(run))

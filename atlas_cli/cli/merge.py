@@ -15,7 +15,7 @@ from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import AsJson, Device, Quiet
-from atlas_cli.errors import UsageError
+from atlas_cli.errors import AtlasError, UsageError
 
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import (
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.merge import Merge
 
 RecipeFile = Annotated[
-    str | None, typer.Argument(metavar="RECIPE", help="YAML recipe, or - for stdin.")
+    str | None,
+    typer.Argument(metavar="RECIPE", help="YAML recipe, the folder of a run, or - for stdin."),
 ]
 Folder = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the model.")
@@ -130,7 +131,21 @@ def _read_recipe(name: str) -> Merge:
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
     from atlas_cli.sources.references import source_problems
 
-    return read_merge(*read_text(name), source_problems)
+    return read_merge(*read_text(_recipe_of(name)), source_problems)
+
+
+def _recipe_of(name: str) -> str:
+    """The recipe that a folder holds: the one that a run has learned."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name
+    if (learned := folder / "recipe.yaml").is_file():
+        return str(learned)
+    if (folder / "model").is_dir():
+        raise UsageError(f"{name}: holds a fine-tuned model, not coefficients; see atlas extract")
+    if (folder / "metrics.jsonl").exists():
+        raise UsageError(f"{name}: this run has learned nothing yet; --resume goes on with it")
+    raise UsageError(f"{name}: is a folder without a recipe.yaml; name a recipe, or a run")
 
 
 def _read_evaluation(path: Path) -> Evaluated:
@@ -138,6 +153,8 @@ def _read_evaluation(path: Path) -> Evaluated:
 
     try:
         return read_evaluation(path.read_text("utf-8"), str(path))
+    except FileNotFoundError as problem:
+        raise UsageError(f"--evaluation {path}: no such file") from problem
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"--evaluation {path}: cannot be read as UTF-8 text") from problem
 
@@ -177,6 +194,10 @@ def _show_schema() -> None:
 def _push(target: Path, repository: str, *, quiet: bool) -> None:
     from atlas_cli.sources.hub import push_folder
 
-    address = push_folder(target, repository)
+    try:
+        address = push_folder(target, repository)
+    except AtlasError as problem:
+        way_out = f"hf upload {repository} {target}"
+        raise type(problem)(f"{problem}; {target} is complete: {way_out}") from problem
     if not quiet:
         console.note(f"pushed to {address}")

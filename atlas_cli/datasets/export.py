@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,18 +33,29 @@ def write_folder(
         raise AtlasError(f"{folder}: exists already; remove it or choose another name")
     if not folder.absolute().parent.is_dir():
         raise AtlasError(f"{folder.parent}: no such folder")
+    try:
+        with _whole(folder) as temporary:
+            for dataset in datasets:
+                _write_images(dataset, temporary / dataset.split, advance)
+            names = sorted(datasets[0].classes, key=_folder_name)
+            _write_lines(temporary / "classnames.txt", names)
+            _write_lines(temporary / "templates.txt", datasets[0].templates)
+    except OSError as problem:
+        raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
+    images = {dataset.split: len(dataset.samples) for dataset in datasets}
+    return Exported(str(folder), len(datasets[0].classes), images)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder beside another, which becomes it once everything is written."""
     temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
     try:
-        for dataset in datasets:
-            _write_images(dataset, temporary / dataset.split, advance)
-        _write_lines(temporary / "classnames.txt", sorted(datasets[0].classes, key=_folder_name))
-        _write_lines(temporary / "templates.txt", datasets[0].templates)
+        yield temporary
         temporary.chmod(0o755)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    images = {dataset.split: len(dataset.samples) for dataset in datasets}
-    return Exported(str(folder), len(datasets[0].classes), images)
 
 
 def _write_images(dataset: Dataset, folder: Path, advance: Callable[[int], None]) -> None:

@@ -61,7 +61,7 @@ class FinetuneTask:
 
     @property
     def scored_on(self) -> str:
-        return "of the val split" if self.judges else "held out"
+        return "of the val split" if self.judges else "held out of the training images"
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,11 @@ def _finetune(
                 )
             if not checkpoint.over:
                 return None, _stopped(task, checkpoint)
-            return _write(task, trainer, checkpoint, on_event), None
+            found = _write(task, trainer, checkpoint, on_event)
+            if folder:
+                facts = dataclasses.asdict(found)
+                folder.write_result({key: facts[key] for key in facts if key != "config"})
+            return found, None
         except AtlasError:
             if folder:
                 folder.abandon()
@@ -294,9 +298,9 @@ def _extract(task: FinetuneTask, trainer: WeightTrainer, tuned: Path, on_event: 
 
 def _plan(task: FinetuneTask, trainer: WeightTrainer) -> str:
     count = sum(tensor.numel() for tensor in trainer.model.values.values())
-    judged = f"judged by {len(trainer.scored_on)} images {task.scored_on}"
+    judged = f"scored on {len(trainer.scored_on)} images {task.scored_on}"
     if not trainer.scored_on:
-        judged = "no class has an image to spare, so nothing judges it"
+        judged = "nothing is held out: all images are trained on"
     epochs = trainer.steps / trainer.data.epoch_steps
     text = f"{task.name}: {count:,} numbers, {trainer.steps} steps ({epochs:.3g} epochs), {judged}"
     if trainer.recipe.linearised:

@@ -105,12 +105,17 @@ class RunFolder:
     ) -> None:
         """Write the result: the recipe last, so that a folder with a recipe is a whole one."""
         if result is not None:
-            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-            write_text(self.folder / _RESULT, text)
+            self.write_result(result)
         if coefficients is not None:
             text = json.dumps(coefficients, indent=1) + "\n"
             write_text(self.folder / "coefficients.json", text)
         write_text(self.folder / _RECIPE, recipe)
+
+    def write_result(self, result: Mapping[str, object]) -> None:
+        """Write what was measured."""
+        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        with _explained(self.folder):
+            write_text(self.folder / _RESULT, text)
 
     def recipe(self) -> str | None:
         """The learned recipe, if the run came to its end."""

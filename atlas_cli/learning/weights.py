@@ -191,9 +191,9 @@ def prepared_trainer(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[We
     if inputs.judges:
         judge = Pixels(inputs.judges[0], view, _PIXELS, clip.device)
         scored_on = tuple(range(len(judge.dataset.samples)))
-    else:
-        judge, scored_on = shown, hold_out(shown, recipe.seed)
-        train = tuple(index for index in train if index not in set(scored_on))
+    else:  # only --select best needs images that are not trained on
+        judge, scored_on = shown, hold_out(shown, recipe.seed) if recipe.select == "best" else ()
+        train = tuple(sorted(set(train) - set(scored_on)))
     training = training_of(recipe, task_name(dataset))
     data = LabelledData([TaskData(shown, head)], [train], training)
     optimizer_config = dataclasses.replace(

@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
         "titleFontSize": 11,
         "titleFontWeight": "normal",
     },
-    "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "top", "offset": 4},
+    "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "bottom", "offset": 4},
     "range": {"category": {"scheme": "tableau10"}},
 }
 
@@ -226,7 +226,7 @@ def _number(value: float, form: str) -> str:
 
 def curves(run: Run) -> list[Any]:
     """A chart of every measure of the steps that changes while learning; a line for each stage."""
-    known = [key for key in ("loss", "accuracy", "agreement") if _changes(run, key)]
+    known = [key for key in ("loss", "accuracy", "agreement", "val_accuracy") if _changes(run, key)]
     return [_curve(run, key) for key in known]
 
 

@@ -14,10 +14,15 @@ from atlas_cli.recipes.text import summarise
 from atlas_cli.reports import charts, markup
 from atlas_cli.reports.grids import Grid, coefficient_grids
 from atlas_cli.reports.markup import Cell, percentage, rounded
-from atlas_cli.reports.runs import ClassScores, Run
+from atlas_cli.reports.runs import TUNED, ClassScores, Run
 
 _HERE = Path(__file__).parent
-_METHODS = ("learned", "isotropic", "search")  # of a run; other rows are what it is compared with
+_METHODS = (
+    "learned",
+    "isotropic",
+    "search",
+    TUNED,
+)  # of a run; other rows are what it is compared with
 _MANY = 5000  # coefficients beyond which a page has no table of them, only the heat maps
 # Whatever a name in a run may hold, the browser fetches nothing. Vega compiles its expressions.
 _POLICY = (
@@ -75,8 +80,8 @@ def _script() -> str:
 
 def _run_section(run: Run) -> str:
     """A run in words, in charts, and in tables that open on demand."""
-    unfinished = "This run has no result yet; --resume goes on with it." if run.config else ""
-    said = run.comment or ([unfinished] if unfinished and not run.table else [])
+    unfinished = "This run has no result yet; --resume goes on with it."
+    said = run.comment or ([] if run.finished else [unfinished])
     return markup.section(
         run.name,
         markup.paragraphs(said),
@@ -198,13 +203,12 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 def _tasks(run: Run) -> Iterator[list[Cell]]:
     """Every task with its accuracy before and after, which are empty without labels."""
-    command = str(run.config.get("command", ""))
     rows = run.scores.rows if run.scores and run.scores.is_accuracy else {}
     after = next((rows[name] for name in _METHODS if name in rows), ())
     known = zip(rows.get("zero-shot", ()), after, strict=False)
     shown = [[None if n is None else percentage(n) for n in pair] for pair in known]
     for name, pair in zip_longest(run.tasks, shown, fillvalue=None):
-        yield [run.name, name, *(pair or (None, None)), command]
+        yield [run.name, name, *(pair or (None, None)), run.command]
 
 
 def _size(run: Run) -> list[Cell]:

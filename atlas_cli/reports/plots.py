@@ -82,8 +82,10 @@ def _write_picture(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     """Write charts, in rows below each other, in the format that the file's name asks for."""
     import altair as alt
 
-    parts = [alt.concat(*row, columns=_PANELS) for row in rows if row]
-    whole = alt.vconcat(*parts).resolve_scale(color="independent", size="independent")
+    # Scales of their own: each chart has its legend, beside it and nowhere else.
+    own = {"color": "independent", "size": "independent"}
+    parts = [alt.concat(*row, columns=_PANELS).resolve_scale(**own) for row in rows if row]
+    whole = alt.vconcat(*parts).resolve_scale(**own)
     spec = {**charts.to_spec(whole), "config": _CONFIG, "background": "#fff"}
     drawn = _render(spec, path.suffix.lower())
     try:

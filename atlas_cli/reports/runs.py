@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
 _LARGE = "coefficients.safetensors"
+_MODEL = "model"  # the folder that fine-tuning writes when it is done
+TUNED = "fine-tuned"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class Run:
     metrics: tuple[dict[str, Any], ...] = ()
     scores: RunScores | None = None
     classes: tuple[ClassScores, ...] = ()
+    finished: bool = True
+
+    @property
+    def command(self) -> str:
+        """The command that made the run, if it is known."""
+        return str(self.config.get("command", ""))
 
     @property
     def comment(self) -> list[str]:
@@ -87,13 +95,16 @@ def read_run(folder: Path) -> Run:
     table = _table_of(read_learned(recipe, str(folder)), folder) if recipe else {}
     result = _read_json(folder / _RESULT)
     tasks = _tasks(config, folder / _CONFIG)
+    finished = bool(recipe) or (folder / _MODEL).is_dir()
     try:
         method = str(config["recipe"].get("method", "learned"))
+        if config["command"] == "finetune":
+            method = TUNED
         scores, classes = _scores(result, method), tuple(_classes(result, tasks, method))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
-    return Run(str(folder), table, recipe, config, tasks, metrics, scores, classes)
+    return Run(str(folder), table, recipe, config, tasks, metrics, scores, classes, finished)
 
 
 def read_coefficients(text: str, where: str) -> Run:
@@ -188,6 +199,10 @@ def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 
 def _scores(result: Mapping[str, Any], method: str) -> RunScores | None:
     """Accuracies of tasks by method, or what was measured without labels."""
+    if "accuracies" in result:  # of fine-tuning
+        before, after = _number(result["zero_shot"]), _number(result["accuracy"])
+        tuned: dict[str, tuple[float | None, ...]] = {"zero-shot": (before,), TUNED: (after,)}
+        return None if after is None else RunScores(True, ("accuracy",), tuned)
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
         kept = {name: tuple(map(_number, row)) for name, row in rows.items() if any(row)}

@@ -23,6 +23,7 @@ Captioned = tuple[list[Row], str]
 _RANKS = (1, 4, 16, 64)
 TENSOR_COLUMNS = ("model", "tensor", "dtype", "shape", "parameters")
 COEFFICIENT_COLUMNS = ("vector", "block", "coefficient")
+EPOCH_COLUMNS = ("epoch", "step", "loss", "val_accuracy")
 BLOCK_COLUMNS = (
     *("vector", "block", "layer", "kind", "shape", "storage", "parameters", "norm"),
     *("relative_norm", "error", "effective_rank", *(f"energy_{count}" for count in _RANKS)),
@@ -341,3 +342,29 @@ def coefficient_table(run: Run) -> Captioned:
 
 def _recipe(run: Run) -> LearnedRecipe | None:
     return read_learned(run.recipe, run.name) if run.recipe else None
+
+
+# Fine-tuning ----------------------------------------------------------------------------------
+
+
+def finetuned_facts(run: Run) -> dict[str, object]:
+    """The epochs of a fine-tuned model and how it was made; for --json."""
+    epochs = [dict(zip(EPOCH_COLUMNS, row, strict=True)) for row in _epochs(run)]
+    return {"atlas": __version__, "run": run.name, "epochs": epochs, "config": run.config}
+
+
+def epoch_rows(run: Run) -> list[list[str]]:
+    """A row for every epoch: its last step, and the accuracy on images not trained on."""
+    return [["" if cell is None else f"{cell:.6g}" for cell in row] for row in _epochs(run)]
+
+
+def finetuned_table(run: Run) -> Captioned:
+    """The same for people."""
+    rows = [dict(zip(EPOCH_COLUMNS, row, strict=True)) for row in epoch_rows(run)]
+    return rows, f"{', '.join(run.tasks)}: the model is in {run.name}/model"
+
+
+def _epochs(run: Run) -> list[tuple[Any, ...]]:
+    last = {row.get("epoch"): row for row in run.metrics}
+    keys = ("epoch", "number", "loss", "val_accuracy")
+    return [tuple(row.get(key) for key in keys) for row in last.values()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UsageError, nearest
-from atlas_cli.sources.locate import Source, locate
+from atlas_cli.sources.locate import WEIGHT_SUFFIXES, Source, locate
 from atlas_cli.sources.references import Reference, check_architecture, parse_reference
 
 # File names that say nothing of the task; their folder does.
@@ -119,7 +119,9 @@ def choose_targets(
         if len(references) > 1:
             raise UsageError("-o - takes one fine-tuned model")
         return [VectorTarget(names[0], None)]
-    if Path(path).suffix != ".safetensors":
+    if (suffix := Path(path).suffix) in WEIGHT_SUFFIXES and suffix != ".safetensors":
+        raise UsageError(f"-o {path}: vectors are written as .safetensors, not as {suffix}")
+    if suffix != ".safetensors":
         return [VectorTarget(n, Path(path) / f"{_as_file(n)}.safetensors") for n in names]
     if len(references) > 1:
         raise UsageError(f"{path}: is one file for {len(references)} models; give a folder")

@@ -66,3 +66,11 @@ def test_an_interrupted_drawing_leaves_nothing(tmp_path: Path):
     _, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, err) == (130, "atlas: interrupted\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(as_ordinary_user, tmp_path: Path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    result = as_ordinary_user("draw", "builtin:digits", "-o", locked / "digits", "--shots", "1")
+    said = f"atlas: error: {locked}/digits: cannot be written: Permission denied\n"
+    assert (result.code, result.out, result.err) == (1, "", said)

@@ -210,6 +210,7 @@ def test_tensors_to_ignore_are_named_by_patterns(call, tuned: Path, tmp_path: Pa
         (["--arch", "ViT-B-33"], "unknown architecture 'ViT-B-33'"),
         (["--json", "-o", "-"], "--json and -o - both write to stdout"),
         (["builtin:tiny"], "x.safetensors: is one file for 2 models; give a folder"),
+        (["-o", "x.pt"], "-o x.pt: vectors are written as .safetensors, not as .pt"),
         (["builtin:tiny", "--name", "x"], "--name is for one fine-tuned model"),
         (["builtin:tiny", "-o", "-"], "-o - takes one fine-tuned model"),
         (["builtin:tiny", "-o", "out"], "two vectors would be written to out/tiny.safetensors"),

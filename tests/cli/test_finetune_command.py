@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import time
@@ -164,12 +165,12 @@ def test_the_best_epoch_is_kept_if_that_is_asked_for(call, world, tmp_path):
 
 def test_images_are_held_out_where_there_is_no_val_split(call, world, tmp_path):
     folder = world / "pets" / "train"
-    given = arguments(world, "--vector", tmp_path / "v.safetensors")
+    given = arguments(world, "--vector", tmp_path / "v.safetensors", "--select", "best")
     given[1] = str(folder)
     given.remove("--quiet")
     result = call(*given)
     assert result.code == 0, result.err
-    assert "judged by 3 images held out" in result.err
+    assert "scored on 3 images held out of" in result.err
     assert "train: zero-shot" in result.err
     assert "train: epoch 2" in result.err
 
@@ -306,3 +307,45 @@ def test_a_val_split_of_other_classes_is_refused(call, world, tmp_path):
     result = call(*arguments(world, "-o", tmp_path / "run", data=str(folder)))
     assert (result.code, result.out) == (1, "")
     assert not (tmp_path / "run").exists()
+
+
+# A finished run, read back ----------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_called_unfinished(call, world, tmp_path):
+    """Neither by report nor by inspect, also if it was written before there was a result.json."""
+    folder = tmp_path / "run"
+    assert call(*arguments(world, "-o", folder)).code == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for _ in ("now", "then"):
+        shown = call("inspect", folder)
+        assert (shown.code, shown.err) == (0, "")
+        head, *epochs = shown.out.splitlines()
+        assert head.startswith("epoch,step,loss,")
+        assert [line.split(",")[:2] for line in epochs] == [["1", "2"], ["2", "4"]]
+        assert float(epochs[-1].split(",")[2]) == pytest.approx(rows[-1]["loss"], rel=1e-5)
+        if importlib.util.find_spec("altair"):
+            assert call("report", folder, "-o", tmp_path / "r.html", "--force").code == 0
+            assert "has no result yet" not in (tmp_path / "r.html").read_text()
+        (folder / "result.json").unlink(missing_ok=True)
+    (folder / "model").rename(tmp_path / "model")
+    assert "has no coefficients yet" in call("inspect", folder).err
+
+
+def test_all_images_are_trained_on_where_nothing_has_to_be_selected(call, world, tmp_path):
+    """Of two shots per class, both: held out is only what --select best needs."""
+    folder = world / "pets" / "train"
+    given = [*arguments(world, "--shots", "2", "-o"), tmp_path / "last", "--batch-size", "64"]
+    given[1] = str(folder)
+    given.remove("--quiet")
+    last = call(*given)
+    assert (last.code, "nothing is held out" in last.err) == (0, True), last.err
+    assert "epoch" not in last.err.partition("held out")[2]
+    given[-3] = tmp_path / "best"
+    best = call(*given, "--select", "best")
+    assert "scored on 3 images held out of the training images" in best.err
+    losses = [
+        json.loads((tmp_path / how / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        for how in ("last", "best")
+    ]
+    assert losses[0] != losses[1]  # of six images, and of three

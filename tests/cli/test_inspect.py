@@ -85,6 +85,13 @@ def test_several_vectors_in_a_pipe_are_their_cosines(call, digits: Path, signs: 
     assert [row["vector"] for row in listed] == ["digits"] * 8 + ["signs"] * 8
 
 
+def test_all_built_in_vectors_have_one_name(call):
+    found = rows(call("inspect", "builtin:all").out)
+    names = [row["vector"] for row in found if row["kind"] == "all"]
+    assert "digits" in names
+    assert names == [name for name in found[0] if name not in ("kind", "vector")]
+
+
 def test_json_holds_everything_and_is_valid(call, digits: Path, signs: Path):
     result = call("inspect", digits, signs, "builtin:tiny", "--json")
     assert result.code == 0

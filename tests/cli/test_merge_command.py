@@ -87,6 +87,7 @@ def test_explain_shows_what_parameters_become(merge):
         (("-o", "out", "--max-shard-size", "big"), "--max-shard-size big: expected a size"),
         (("-o", "m1"), "m1: is the folder of ./m1"),
         (("-o", "out", "--push", "name"), "--push name: expected OWNER/NAME"),
+        (("-o", "out", "--evaluation", "x.json"), "--evaluation x.json: no such file"),
         (("-o", "out", "--device", "gpu"), "--device gpu: expected auto, cpu, cuda"),
     ],
 )
@@ -146,6 +147,23 @@ def test_a_recipe_comes_from_stdin_and_the_path_goes_to_stdout(run, recipe: Path
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_run_is_merged_by_its_folder(merge, call, recipe: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, said in (("metrics.jsonl", "--resume goes on"), ("model", "see atlas extract")):
+        refused = call("merge", "run", "-o", "out")
+        assert (refused.code, "run: is a folder without a recipe.yaml" in refused.err) == (2, True)
+        made = run / name
+        made.touch() if made.suffix else made.mkdir()
+        refused = call("merge", "run", "-o", "out")
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+        made.unlink() if made.suffix else made.rmdir()
+    (run / "recipe.yaml").write_bytes(recipe.read_bytes())
+    assert call("merge", "run", "-o", "out").out == "out\n"
+    assert merge("-o", "again").code == 0
+    assert digests(tmp_path / "again") == digests(tmp_path / "out")
+
+
 # The Hub --------------------------------------------------------------------------------------
 
 
@@ -198,4 +216,5 @@ def test_a_push_that_fails_keeps_the_model_and_says_so(run, recipe: Path, tmp_pa
     online = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
     result = run("merge", recipe, "-o", "out", "--push", "owner/merged", **online)
     assert (result.code, len(result.error_lines)) == (3, 1), result.err
+    assert result.err.endswith("; out is complete: hf upload owner/merged out\n")
     assert (tmp_path / "out" / "model.safetensors").is_file()

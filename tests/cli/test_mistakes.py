@@ -70,6 +70,24 @@ def test_an_unknown_builtin(run):
     assert "did you mean 'digits'?" in result.err
 
 
+def test_an_argument_after_an_option_of_many_values_is_not_swallowed(call):
+    """The last value is the argument's if that has none, which is said; weights are no data."""
+    base = ("--model", "builtin:tiny", "--shots", "1", "--epochs", "1", "--min-steps", "1")
+    vectors = ("--vectors", "builtin:digits", "builtin:signs")
+    first = call("fit", "builtin:terrain", *vectors, *base, "--quiet")
+    last = call("fit", *base, *vectors, "builtin:terrain", "--quiet")
+    assert (first.code, last.code, last.out) == (0, 0, first.out)
+    assert (
+        last.err.splitlines()[0] == "atlas: 'builtin:terrain' is taken for DATA, which is missing"
+    )
+    assert "is taken for" not in first.err
+    scores = call("eval", "--data", "builtin:digits", "builtin:tiny", "--shots", "1", "--quiet")
+    assert scores.out.splitlines()[1].startswith("builtin:tiny,builtin:digits,")
+    for given in (("one",), ("one", "two.safetensors")):
+        refused = call("fit", *base, "--vectors", *given)
+        assert (refused.code, refused.err) == (2, "atlas: error: Missing argument 'DATA'.\n")
+
+
 def test_a_weight_file_with_one_tensor_of_the_wrong_shape(run, open_clip_folder: Path):
     path = open_clip_folder / "open_clip_model.safetensors"
     tensors = load_file(path)

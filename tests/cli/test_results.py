@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from conftest import write_images
@@ -54,6 +57,29 @@ def test_every_task_has_its_classes(world, tmp_path):
     for method, key in (("zero-shot", "zero_shot"), ("learned", "learned")):
         found = [mean(task["classes"], key) for task in result["classes"]]
         assert found == pytest.approx(result["accuracy"][method])
+
+
+def test_every_chart_of_a_picture_has_its_own_legend(call, world, tmp_path):
+    """Below it: above, a legend would stand over the title of its chart, or of another."""
+    pytest.importorskip("altair")
+    folder = learn(world, "negate", tmp_path / "run", "--control", world / "others")
+    assert call("inspect", folder, "--plot", tmp_path / "x.svg").code == 0
+    root = ElementTree.parse(tmp_path / "x.svg").getroot()
+    texts = list(texts_of(root))
+    titles = [y for text, y in texts if ": 6 images" in text or ": 8 images" in text]
+    legends = [y for text, y in texts if text == "zero-shot"]
+    assert len(titles) == len(legends) == 2
+    assert min(legends) > max(titles)
+
+
+def texts_of(element: ElementTree.Element, down: float = 0.0) -> Iterator[tuple[str, float]]:
+    """The texts of an SVG, and how far down each begins."""
+    for x, y in re.findall(r"translate\(([-\d.]+),\s*([-\d.]+)\)", element.get("transform", "")):
+        down += float(y) + 0 * float(x)
+    if element.text and element.tag.endswith("text"):
+        yield element.text, down
+    for inner in element:
+        yield from texts_of(inner, down)
 
 
 def test_over_folds_the_words_say_that_the_images_were_learned_from(world, tmp_path):
