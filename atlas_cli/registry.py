@@ -257,6 +257,7 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.model_stock",
     "atlas_cli.merge_methods.sce",
     "atlas_cli.merge_methods.scaling",
+    "atlas_cli.merge_methods.importance",
     "atlas_cli.merge_methods.spectral",
     "atlas_cli.merge_methods.learned",
 )

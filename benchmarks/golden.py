@@ -2242,7 +2242,7 @@ PASS = "merge_method: passthrough\nslices: "
 SUMS = "merge_method: linear\nparameters: {weight: 1}\nmodels: "
 BROKEN = {
     "unknown method": f"merge_method: tise\n{PAIR}",
-    "method of mergekit": f"merge_method: nearswap\n{PAIR}",
+    "method of one model": f"merge_method: nearswap\n{PAIR}",
     "misspelt keys": f"merge_method: linear\n{PAIR}\ndtyp: float32\noutdtype: float32",
     "wrong type": f"merge_method: linear\n{PAIR}\nseed: one",
     "negative seed": f"merge_method: linear\n{PAIR}\nseed: -1",

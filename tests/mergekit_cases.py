@@ -58,6 +58,11 @@ EXACT = [
     Case("della", WEIGHTS),
     Case("della_linear", WEIGHTS),
     Case("breadcrumbs", WEIGHTS),
+    Case("nearswap", {"t": 0.05}, 1),
+    Case("nearswap", {"t": 0.3}, 1),
+    Case("ram", {}),
+    Case("ram", {"epsilon": 0.2}, 4),
+    Case("arcee_fusion", {}, 1),
 ]
 # Chosen by magnitude: the same bits, but for elements as large as the last one chosen.
 CHOSEN = [
@@ -101,6 +106,8 @@ MEASURED = [
     Case("model_stock", {"filter_wise": True}),
     Case("sce", {}),
     Case("sce", {"select_topk": 0.0}),
+    Case("ramplus_tl", {}),
+    Case("ramplus_tl", {"r": 0.5, "alpha": 3.0, "epsilon": 0.2}, 4),
 ]
 METHODS = [*EXACT, *CHOSEN, *DRAWN, *MEASURED]
 

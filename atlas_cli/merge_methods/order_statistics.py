@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atlas_cli.registry import late
 
@@ -126,6 +126,41 @@ def find_cuts(passes: Passes, ranks: Sequence[Sequence[int]]) -> list[list[Cut]]
         _next_digit(passes, flat, shift)
     _find_positions(passes, [search for search in flat if search.rank and search.prefix])
     return [[Cut(search.prefix, search.position) for search in some] for some in searches]
+
+
+def values_at(passes: Passes, ranks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """For each series, its elements of the given ranks, from the most negative to the largest.
+
+    Zeros if there are no elements.
+    """
+    size, dtype = 0, torch.float32
+    for _, piece_of in passes():
+        piece = piece_of(0)
+        size, dtype = size + piece.numel(), piece.dtype
+    if size == 0:
+        return [torch.zeros(len(some), dtype=dtype) for some in ranks]
+
+    def parts() -> Iterator[tuple[int, Callable[[int], torch.Tensor]]]:
+        """Series 2i is max(x, 0), series 2i + 1 is max(-x, 0): both are ordered by magnitude."""
+        for start, piece_of in passes():
+
+            def part(number: int, piece_of: Callable[[int], torch.Tensor] = piece_of) -> Any:
+                values = piece_of(number // 2)
+                return (-values if number % 2 else values).clamp(min=0)
+
+            yield start, part
+
+    both = [side for some in ranks for side in (some, [size - 1 - rank for rank in some])]
+    cuts = find_cuts(parts, both)
+    above, below_ = ([[cut.value for cut in some] for some in cuts[side::2]] for side in (0, 1))
+    return [
+        _as_values(up, dtype) - _as_values(down, dtype)
+        for up, down in zip(above, below_, strict=True)
+    ]
+
+
+def _as_values(bits: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(bits, dtype=_integer(dtype.itemsize)).view(dtype)
 
 
 def _first_digit(passes: Passes, searches: Sequence[_Search]) -> int:

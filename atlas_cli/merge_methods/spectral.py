@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.merge_methods.method import Parameter, Values, merge_method
-from atlas_cli.merge_methods.tiling import Tile, wide
+from atlas_cli.merge_methods.tiling import Tile, exact, wide
 from atlas_cli.registry import late
 
 if TYPE_CHECKING:
@@ -95,6 +96,50 @@ def iso_cts(vectors: Vectors, values: Values) -> torch.Tensor:
     rights = torch.cat([*(v[:own] for _, _, v in parts), right[:common]])
     scales = torch.cat([*(s[:own] for _, s, _ in parts), sizes[:common]])
     return nearest_orthogonal(lefts) @ nearest_orthogonal(rights) * scales.mean()
+
+
+@on_matrices("wudi")
+def wudi(vectors: Vectors, values: Values) -> torch.Tensor:
+    """(sum_t tau_t G_t / |tau_t|^2) (sum_t G_t / |tau_t|^2 + 1e-8 I)^-1, G_t = tau_t^T tau_t.
+
+    That is what is nearest to every task vector along its own rows (WUDI, in closed form). In
+    float64, which the inverse needs.
+    """
+    some = [exact(vector) for vector in vectors if vector.any()]
+    if not some:
+        return vectors[0]
+    units = [vector / vector.norm() for vector in some]
+    grams = [unit.T @ unit for unit in units]
+    ridge = 1e-8 * torch.eye(len(grams[0]), dtype=grams[0].dtype, device=grams[0].device)
+    wanted = _sum([vector @ gram for vector, gram in zip(some, grams, strict=True)])
+    found: torch.Tensor = torch.linalg.solve(_sum(grams) + ridge, wanted, left=False)
+    return found.to(vectors[0])
+
+
+@merge_method(
+    "cart",
+    base="may",
+    models=(2, None),
+    per_merge={"lambda": Parameter(1.0), "rank_fraction": Parameter(0.08, 0.0, 1.0)},
+    whole=True,
+)
+def cart(tile: Tile, values: Values, found: Any) -> torch.Tensor:
+    """mean + lambda * sum_t SVD_k(theta_t - mean) for matrices, mean = mean_t theta_t.
+
+    k is `rank_fraction` of the rank, rounded up. All other tensors are averaged; the base, if
+    there is one, gives names and files only (CART). In float32.
+    """
+    dtype = tile.dtype
+    models = [model.to(wide(dtype)) for model in tile.models]
+    mean = _sum(models) / len(models)
+    if mean.ndim != 2:
+        return mean.to(dtype)
+    rank = math.ceil(values.merge["rank_fraction"] * min(mean.shape))
+    merged = mean.clone()
+    for model in models:
+        left, sizes, right = _svd(model - mean)
+        merged += left[:, :rank] * sizes[:rank] @ right[:rank] * values.merge["lambda"]
+    return merged.to(dtype)
 
 
 def _sum(vectors: Vectors) -> torch.Tensor:

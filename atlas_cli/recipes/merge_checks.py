@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
-from atlas_cli.recipes.merge_parameters import OTHERS, parameter_problems
+from atlas_cli.recipes.merge_parameters import parameter_problems
 from atlas_cli.recipes.text import table_problems
 from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
 
@@ -57,8 +57,6 @@ def method_problem(method: str) -> str | None:
     """What is wrong with the name of a method."""
     if method in MERGE_METHODS:
         return None
-    if method in OTHERS:
-        return f"mergekit's '{method}' is not supported"
     listed = f"(there are: {', '.join(MERGE_METHODS)})"
     return f"unknown method '{method}'{nearest(method, MERGE_METHODS)} {listed}"
 

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     Parameters = Mapping[str, Parameter]
 
 
-# What mergekit has and atlas does not: named, so that nobody looks for a misspelling.
-OTHERS = ("arcee_fusion", "nearswap", "ram", "ramplus_tl", "rectify_embed")
-
-
 Scalar = float | bool | str
 _LAYER = re.compile(r"\.(\d+)\.")
 

@@ -25,15 +25,17 @@ ROOT = Path(__file__).parent.parent.parent
 FROM_MERGEKIT = {
     *("linear", "slerp", "nuslerp", "multislerp", "karcher", "passthrough", "model_stock", "sce"),
     *("task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear"),
-    *("breadcrumbs", "breadcrumbs_ties"),
+    *("breadcrumbs", "breadcrumbs_ties", "arcee_fusion", "nearswap", "ram", "ramplus_tl"),
 }
 OTHERS = {"tsv", "iso_c", "iso_cts", "lines", "consensus", "wise_ft", "metagpt"}
+OTHERS |= {"wudi", "cart", "pcb", "negmerge"}
 NAMES = sorted(FROM_MERGEKIT | OTHERS)
 PARAMETERS = {
     "slerp": {"t": 0.3},
     "lines": {"alpha": 0.2, "beta": 0.5},
     "sce": {"select_topk": 0.4},
     "passthrough": {"scale": 0.5},
+    "nearswap": {"t": 0.1},
 }
 
 
@@ -394,6 +396,7 @@ ASLEEP = {  # parameters that give the first model no weight, and where a base h
     "task_arithmetic": {"weight": [0.0, 1.0]},
     "slerp": {"t": 0.0},
     "wise_ft": {"alpha": 0.0},
+    "nearswap": {"t": 0.0},
     "passthrough": {"scale": 0.0},
     "model_stock": {},
 }

@@ -113,7 +113,6 @@ BROKEN = {
         f"merge_method: tise\n{TWO}",
         ["unknown method 'tise'; did you mean 'ties'?"],
     ),
-    "method of mergekit": (f"merge_method: nearswap\n{TWO}", ["mergekit's 'nearswap'"]),
     "misspelt key": (
         f"merge_method: linear\n{TWO}\ndtyp: float32\noutdtype: float32",
         ["unknown key 'dtyp'; did you mean 'dtype'?", "'outdtype'; did you mean 'out_dtype'?"],
