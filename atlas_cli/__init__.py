@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from atlas_cli.merging.merge import Merged
     from atlas_cli.models.clip import Clip
     from atlas_cli.registry import dataset_kind, granularity, objective
-    from atlas_cli.vectors.format import TaskVector
+    from atlas_cli.vectors.task_vector import TaskVector
 
 __all__ = [
     "AtlasError",
@@ -95,7 +95,7 @@ _EXPORTS = {
     "Merged": "atlas_cli.merging.merge",
     "Clip": "atlas_cli.models.clip",
     **dict.fromkeys(("dataset_kind", "granularity", "objective"), "atlas_cli.registry"),
-    "TaskVector": "atlas_cli.vectors.format",
+    "TaskVector": "atlas_cli.vectors.task_vector",
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atlas_cli.merging.merge import Merged
     from atlas_cli.models.clip import Clip
     from atlas_cli.recipes.merge import LearnedRecipe, Merge
-    from atlas_cli.vectors.format import TaskVector
+    from atlas_cli.vectors.task_vector import TaskVector
 
     PathLike: TypeAlias = str | Path
     # A path, YAML, a mapping, or what a learning verb returned.
@@ -137,7 +137,7 @@ def _recipe(schema: type[AnyRecipe], data: object, keys: Mapping[str, Any]) -> A
 
 def _plain(value: Any) -> Any:
     """Paths as text, so that keywords look as they do in a file."""
-    from atlas_cli.vectors.format import TaskVector
+    from atlas_cli.vectors.task_vector import TaskVector
 
     if isinstance(value, TaskVector):
         raise UsageError(f"vectors: {value!r} is in no file yet; save it, and name the file")
@@ -203,7 +203,7 @@ def compose(
 
     from atlas_cli.merging.in_memory import compose_model
     from atlas_cli.sources.locate import locate
-    from atlas_cli.vectors.format import TaskVector
+    from atlas_cli.vectors.task_vector import TaskVector
 
     opened = None
     if vectors is not None:
@@ -276,7 +276,7 @@ def extract(
     from atlas_cli.vectors.bases import open_base
     from atlas_cli.vectors.extract import extract as run
     from atlas_cli.vectors.extract import options_of
-    from atlas_cli.vectors.format import TaskVector
+    from atlas_cli.vectors.task_vector import TaskVector
 
     opened = open_base(source, request.scope, tuple(request.allow), request.arch)
     (made,) = run(opened, [tuned], [target], options_of(request, warn))

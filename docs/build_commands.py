@@ -19,9 +19,9 @@ What `--help` prints. This page is written by `python docs/build_commands.py`.
 
 def page() -> str:
     """The text of docs/commands.md."""
-    from atlas_cli.cli.app import app
+    from atlas_cli.cli.app import list_commands
 
-    names = [str(command.name) for command in app.registered_commands]
+    names = [str(command.name) for command in list_commands().registered_commands]
     sections = [f"\n## `atlas`\n\n```text\n{_help()}```\n"]
     sections += [f"\n## `atlas {name}`\n\n```text\n{_help(name)}```\n" for name in names]
     return INTRODUCTION + "".join(sections)

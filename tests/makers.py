@@ -23,8 +23,8 @@ from atlas_cli.core.storage import (
     quantise,
     relative_error,
 )
-from atlas_cli.vectors.format import stored_tensors
-from atlas_cli.vectors.header import BlockInfo, Header, to_metadata
+from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
+from atlas_cli.vectors.writer import stored_tensors
 
 LAYER = "visual.transformer.resblocks.{}.{}"
 ATTENTION, MLP, BIAS = "attn.in_proj_weight", "mlp.c_fc.weight", "mlp.c_fc.bias"

@@ -24,10 +24,11 @@ from atlas_cli.core.storage import Dense
 from atlas_cli.learning.batches import StatelessData
 from atlas_cli.learning.loop import descend
 from atlas_cli.learning.setup import training_of
-from atlas_cli.models import tensor_names
-from atlas_cli.models.clip import Blueprint, build, fill, read_tensors
+from atlas_cli.models import transformers_config
+from atlas_cli.models.clip import Blueprint, build
 from atlas_cli.models.composed import ComposedModel
 from atlas_cli.models.open_clip_import import import_open_clip
+from atlas_cli.models.tensor_names import fill, read_tensors
 from atlas_cli.recipes.learning import AddRecipe
 from atlas_cli.recipes.text import parse_clamp
 from atlas_cli.sources.locate import locate
@@ -243,7 +244,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def image_tower(folder: Path) -> torch.nn.Module:
     """The image tower of a folder of transformers, as open_clip builds it."""
     config = json.loads((folder / "config.json").read_text())
-    module, _ = build(Blueprint(tensor_names.model_config(config, str(folder)), HALF))
+    module, _ = build(Blueprint(transformers_config.model_config(config, str(folder)), HALF))
     fill(module, read_tensors(locate(parse_reference(str(folder)))), str(folder))
     return module.visual.eval().requires_grad_(False)
 

@@ -23,9 +23,9 @@ PAGES = [
 
 
 def test_every_command_is_in_readme():
-    from atlas_cli.cli.app import app
+    from atlas_cli.cli.app import list_commands
 
-    for command in app.registered_commands:
+    for command in list_commands().registered_commands:
         assert f"`atlas {command.name}" in README, command.name
 
 

@@ -1,155 +1,112 @@
-"""The list of commands, and the one place where errors become exit codes."""
+"""The list of commands, the process of a command, and how errors become exit codes.
+
+Commands are imported when they are listed, not with this module: by then an interrupt is handled.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
-import typer
-from typer.core import TyperArgument, TyperCommand, TyperOption
-
-from atlas_cli import __version__
-from atlas_cli.cli import console
-from atlas_cli.cli.add import add
-from atlas_cli.cli.demo import demo
-from atlas_cli.cli.draw import draw
-from atlas_cli.cli.eval import evaluate
-from atlas_cli.cli.extract import extract
-from atlas_cli.cli.finetune import finetune
-from atlas_cli.cli.fit import fit
-from atlas_cli.cli.inspect import inspect
-from atlas_cli.cli.merge import merge
-from atlas_cli.cli.negate import negate
-from atlas_cli.cli.report import report
-from atlas_cli.cli.tta import tta
-from atlas_cli.errors import AtlasError, nearest
+if TYPE_CHECKING:
+    import typer
 
 _EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
+_INTERRUPTED = 130
+_SOON, _AGAIN = 0.05, 2.0  # seconds
+_OBJECTS = 100_000  # before garbage is looked for: imports make many objects and little garbage
+_IMPORT = "<frozen importlib._bootstrap>"
+_interrupts: list[int] = []
 
 
-class VariadicCommand(TyperCommand):
-    """A command whose repeatable options take any number of values: `--data A B C`."""
+def run() -> None:
+    """Run the command line and leave with its exit code.
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`.
-
-        Where that leaves a required argument without a value, the last value is the argument's.
-        """
-        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        spelt = spread(args, repeatable)
-        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
-        if argument and not {*ctx.help_option_names, "--online"} & set(args):
-            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
-            if found := handed_back(spelt, repeatable, taking):
-                spelt, value = found
-                name = (argument.metavar or "").rstrip(".")
-                console.note(f"'{value}' is taken for {name}, which is missing")
-        return list(super().parse_args(ctx, spelt))
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options. Only now are plugins asked for the names that they add."""
-        from atlas_cli.registry import granularity_labels
-
-        for parameter in self.params:
-            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
-                names = granularity_labels().replace("block", "block (default)", 1)
-                parameter.help = f"{names}."
-            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
-                parameter.help = _with_plugins(parameter.help or "", self.name or "")
-        super().format_options(ctx, formatter)
-
-
-def _with_plugins(text: str, command: str) -> str:
-    """What help says of a command's objectives, with those that plugins add."""
-    from atlas_cli.registry import OBJECTIVES, objectives_of
-
-    ours = "atlas_cli.learning.objectives"
-    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
-    return text.partition(" Of plugins:")[0] + (
-        f" Of plugins: {', '.join(names)}." if names else ""
-    )
-
-
-def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
-    """Repeat an option before each of its values; another option, or --, ends them."""
-    spelt: list[str] = []
-    current, taken = "", 0
-    for argument in arguments:
-        if argument.startswith("-") and argument != "-":
-            current, taken = (argument if argument in repeatable else ""), 0
-            spelt.append(argument)
-        else:
-            spelt += [current, argument] if current and taken else [argument]
-            taken += 1
-    return spelt
-
-
-def handed_back(
-    spelt: Sequence[str], repeatable: set[str], taking: set[str]
-) -> tuple[list[str], str] | None:
-    """The arguments with the last value of a repeatable option as one of no option, and the value.
-
-    None if there is such an argument already, or no option has two values. A value that is a
-    file of weights is not taken for data. `taking` are the options that take a value.
+    An interrupt may surface as another exception when it hits the import of a C extension; it
+    is an interrupt all the same.
     """
-    last = None
-    number = 0
-    while number < len(spelt):
-        one = spelt[number]
-        if not one.startswith("-") or one in ("-", "--"):
-            return None
-        if one in taking:
-            before = spelt[number - 2] if number > 1 else ""
-            if one in repeatable and before == one:
-                last = number
-            number += 1
-        number += 1
-    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
-        return None
-    value = spelt[last + 1]
-    return [*spelt[:last], *spelt[last + 2 :], value], value
+    code: list[int] = []
+    atexit.register(_leave, code)  # the first handler that is registered runs last
+    gc.set_threshold(_OBJECTS)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have nothing to do here
+    try:
+        signal.signal(signal.SIGINT, _interrupt)
+        code.append(main())
+    except BaseException:
+        if not _interrupts:
+            raise
+        sys.stderr.write("atlas: interrupted\n")
+        code.append(_INTERRUPTED)
+    if code[-1] == _INTERRUPTED:
+        # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
+        sys.stderr.flush()
+        os._exit(_INTERRUPTED)
+    sys.exit(code[-1])
 
 
-# Plain help: drawing it with rich would take longer than all the rest of the start.
-app = typer.Typer(
-    name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
-)
-app.command("demo", cls=VariadicCommand)(demo)
-app.command("eval", cls=VariadicCommand)(evaluate)
-app.command("draw", cls=VariadicCommand)(draw)
-app.command("finetune", cls=VariadicCommand)(finetune)
-app.command("extract", cls=VariadicCommand)(extract)
-app.command("fit", cls=VariadicCommand)(fit)
-app.command("negate", cls=VariadicCommand)(negate)
-app.command("add", cls=VariadicCommand)(add)
-app.command("tta", cls=VariadicCommand)(tta)
-app.command("inspect", cls=VariadicCommand)(inspect)
-app.command("merge", cls=VariadicCommand)(merge)
-app.command("report", cls=VariadicCommand)(report)
+def _leave(code: Sequence[int]) -> None:
+    """End the process where the interpreter would begin to take modules apart: torch has many.
+
+    By then threads have ended and all other exit handlers have run. Without a code there was an
+    exception, and without a reader of stdout there is a message: both are left to the interpreter.
+    """
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        return
+    if code:
+        os._exit(code[-1])
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        console.emit(f"atlas {__version__}")
-        raise typer.Exit
+# Interrupts -----------------------------------------------------------------------------------
 
 
-@app.callback()
-def _atlas(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
-    ] = False,
-) -> None:
-    """Learn, merge and evaluate task vectors of CLIP models."""
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but neither within an import nor within a finalizer.
+
+    Extensions abort on an exception in an import, and one in a finalizer is printed and forgotten.
+    A timer calls this again soon after, and later in case the exception was swallowed.
+    """
+    _interrupts.append(number)
+    delicate = _is_delicate(frame)
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, _SOON if delicate else _AGAIN)
+        if delicate:
+            return
+    raise KeyboardInterrupt
+
+
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Whether an import or a finalizer is running."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+# Commands -------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and give its exit code. A user's mistake is one line on stderr."""
+    import typer
+
+    from atlas_cli.cli import console
+    from atlas_cli.errors import AtlasError
+
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given or ["--help"], prog_name="atlas", standalone_mode=False)
+        code = list_commands()(given or ["--help"], prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
         for line in str(problem).splitlines():
             console.error(line)
@@ -165,8 +122,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code or 0
 
 
+def list_commands() -> typer.Typer:
+    """Every command under its name, in the order in which help lists them."""
+    import typer
+
+    from atlas_cli.cli.add import add
+    from atlas_cli.cli.demo import demo
+    from atlas_cli.cli.draw import draw
+    from atlas_cli.cli.eval import evaluate
+    from atlas_cli.cli.extract import extract
+    from atlas_cli.cli.finetune import finetune
+    from atlas_cli.cli.fit import fit
+    from atlas_cli.cli.inspect import inspect
+    from atlas_cli.cli.merge import merge
+    from atlas_cli.cli.negate import negate
+    from atlas_cli.cli.options import VariadicCommand, atlas
+    from atlas_cli.cli.report import report
+    from atlas_cli.cli.tta import tta
+
+    # Plain help: drawing it with rich would take longer than all the rest of the start.
+    app = typer.Typer(
+        name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
+    )
+    app.callback()(atlas)
+    commands = (demo, evaluate, draw, finetune, extract, fit, negate, add, tta)
+    for command in (*commands, inspect, merge, report):
+        name = "eval" if command is evaluate else command.__name__
+        app.command(name, cls=VariadicCommand)(command)
+    return app
+
+
 def _in_one_line(problem: typer.TyperException) -> str:
     """What typer says of a bad command line, with the nearest right word."""
+    from atlas_cli.errors import nearest
+
     option = getattr(problem, "option_name", None)
     if option and hasattr(problem, "possibilities"):
         command = getattr(problem, "cmd", None)

@@ -1,4 +1,4 @@
-"""The terminal and the pipes: results on stdout, messages and progress on stderr, and stdin."""
+"""The terminal and the pipes: results on stdout, messages on stderr, stdin, interrupts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from atlas_cli.learning.events import Event
 
 
 CLOSED = "stdout was closed before everything was written"
@@ -272,3 +277,101 @@ def read_text(name: str) -> tuple[str, str]:
         raise UsageError(f"no such recipe: {name}") from problem
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem
+
+
+# Interrupts ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def stoppable() -> Iterator[list[int]]:
+    """Collect the first interrupt in the list that is given; a second one ends the process."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt at once and only once, until `ignore_interrupts` ends that, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def ignore_interrupts() -> None:
+    """Ignore interrupts from now on. One that is pending is raised here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# Runs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How a result is shown, and how much is said on the way."""
+
+    as_json: bool = False
+    quiet: bool = False
+
+
+class ConsoleListener:
+    """Shows what happens in a run on stderr, and asks it to stop when the user interrupts it."""
+
+    def __init__(self, output: OutputOptions) -> None:
+        self._output = output
+        self._training = ExitStack()
+        self._advance: Callable[[str, int], None] = lambda text, images: None
+        self._interrupted: list[int] = []
+
+    def stop(self) -> bool:
+        """Whether the user interrupted the training."""
+        return bool(self._interrupted)
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        from atlas_cli.learning.events import (  # help needs none of them
+            EpochScored,
+            Planned,
+            StepTaken,
+            TaskFinished,
+            TrainingEnded,
+            TrainingStarted,
+            Warned,
+        )
+
+        match event:
+            case Warned(text):
+                warn(text)
+            case Planned(lines):
+                self._note(*lines)
+            case TrainingStarted(steps):
+                self._interrupted = self._training.enter_context(stoppable())
+                if steps is not None:
+                    bar = training(steps, quiet=self._output.quiet)
+                    self._advance = self._training.enter_context(bar)
+            case StepTaken(step, batch_size, measure):
+                text = f"loss {step.loss:.3f}  {measure} {100 * step.accuracy:.1f}"
+                self._advance(text, batch_size)
+            case TrainingEnded():
+                self._training.close()
+            case EpochScored(task, epoch, accuracy, images):
+                when = f"epoch {epoch}" if epoch else "zero-shot"
+                self._note(f"{task}: {when} {100 * accuracy:.2f} {images}")
+            case TaskFinished(result):
+                if not self._output.as_json:
+                    emit(result)
+
+    def _note(self, *lines: str) -> None:
+        if not self._output.quiet:
+            for line in lines:
+                note(line)

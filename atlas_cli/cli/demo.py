@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,9 +34,14 @@ from atlas_cli.cli.demo_story import (
     table,
 )
 from atlas_cli.cli.options import AsJson, Force
-from atlas_cli.cli.process import Running, begin, first_to_end
 from atlas_cli.errors import AtlasError
 
+if TYPE_CHECKING:  # multiprocessing is imported where it is used: other commands start no process
+    from multiprocessing.context import BaseContext
+    from multiprocessing.process import BaseProcess
+
+_COMMANDS = "atlas_cli.cli.app"  # named by a string: the list of commands imports this module
+_SLOW = "atlas_cli.cli.warm"
 _STATE = "demo.json"
 _AT_ONCE = 2
 _RESUMABLE = ("finetune", "fit", "tta", "negate", "add")  # other commands start again
@@ -223,3 +233,81 @@ def _cell(value: str | float) -> str:
 def _say(text: str) -> None:
     if text:
         console.say(text)
+
+
+# Commands as processes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command line at work, and the file that takes its stderr."""
+
+    process: BaseProcess
+    said: Path
+
+    def end(self) -> tuple[int, str]:
+        """Wait for it, and give its exit code and its stderr."""
+        self.process.join()
+        said = self.said.read_text("utf-8", "replace")
+        self.said.unlink()
+        return self.process.exitcode or 0, said
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.join()
+        self.said.unlink(missing_ok=True)
+
+
+def begin(arguments: Sequence[str], place: Path, said: Path, printed: Path | None) -> Running:
+    """Run `atlas ARGUMENTS` in a folder, on one core; `printed` takes its stdout."""
+    files = (str(printed.resolve()) if printed else os.devnull, str(said.resolve()))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _context().Process(target=_run, args=(tuple(arguments), str(place), *files))  # type: ignore[attr-defined]
+    process.start()
+    return Running(process, said)
+
+
+def first_to_end(running: Iterable[Running]) -> Running:
+    """Wait for the first of several to end, and give it."""
+    from multiprocessing.connection import wait
+
+    by_sentinel = {one.process.sentinel: one for one in running}
+    return by_sentinel[wait(list(by_sentinel))[0]]  # type: ignore[index]
+
+
+def _context() -> BaseContext:
+    """Fork processes from one that has imported what is slow to import, where the system forks."""
+    import multiprocessing
+
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_SLOW])
+    return context
+
+
+def _run(arguments: tuple[str, ...], place: str, printed: str, said: str) -> None:
+    """Run a command in this new process, in its own folder and with its own files."""
+    import multiprocessing
+
+    _end_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # as in any process, not as for this one
+    os.chdir(place)
+    for number, path in ((1, printed), (2, said)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    sys.exit(importlib.import_module(_COMMANDS).main(arguments))
+
+
+def _end_with_parent() -> None:
+    """Kill this process when its parent ends, for whatever reason."""
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()

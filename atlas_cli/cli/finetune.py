@@ -11,9 +11,8 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
+from atlas_cli.cli.console import ConsoleListener, OutputOptions
 from atlas_cli.cli.options import (
-    ConsoleListener,
-    OutputOptions,
     given_flags,
     given_recipe,
     learning_command,

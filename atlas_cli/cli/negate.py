@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atlas_cli.cli.console import OutputOptions
 from atlas_cli.cli.options import (
-    OutputOptions,
     given_flags,
     given_recipe,
     learning_command,

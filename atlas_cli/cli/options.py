@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.process import stoppable
+from atlas_cli.cli.console import ConsoleListener, OutputOptions
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.learning.events import (
-    EpochScored,
-    Event,
-    Planned,
-    StepTaken,
-    TaskFinished,
-    TrainingEnded,
-    TrainingStarted,
-    Warned,
-)
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import LearningResult
@@ -185,14 +174,6 @@ _DEFAULTS: dict[str, Any] = {"device": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "as_json", "quiet"}
 
 
-@dataclass(frozen=True)
-class OutputOptions:
-    """How a result is shown, and how much is said on the way."""
-
-    as_json: bool = False
-    quiet: bool = False
-
-
 def _signature(function: Callable[..., None]) -> inspect.Signature:
     """The signature with its annotations. Options of a run are no flags, and slow to import."""
     return inspect.signature(function, eval_str=True, locals={"RunOptions": Any})
@@ -241,6 +222,107 @@ def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}
 
 
+# The command line itself ----------------------------------------------------------------------
+
+
+class VariadicCommand(TyperCommand):
+    """A command whose repeatable options take any number of values: `--data A B C`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse after writing `--data A B` as `--data A --data B`.
+
+        Where that leaves a required argument without a value, the last value is the argument's.
+        """
+        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
+        spelt = spread(args, repeatable)
+        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
+        if argument and not {*ctx.help_option_names, "--online"} & set(args):
+            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
+            if found := handed_back(spelt, repeatable, taking):
+                spelt, value = found
+                name = (argument.metavar or "").rstrip(".")
+                console.note(f"'{value}' is taken for {name}, which is missing")
+        return list(super().parse_args(ctx, spelt))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options. Only now are plugins asked for the names that they add."""
+        from atlas_cli.registry import granularity_labels
+
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
+                names = granularity_labels().replace("block", "block (default)", 1)
+                parameter.help = f"{names}."
+            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
+                parameter.help = _with_plugins(parameter.help or "", self.name or "")
+        super().format_options(ctx, formatter)
+
+
+def _with_plugins(text: str, command: str) -> str:
+    """What help says of a command's objectives, with those that plugins add."""
+    from atlas_cli.registry import OBJECTIVES, objectives_of
+
+    ours = "atlas_cli.learning.objectives"
+    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
+    return text.partition(" Of plugins:")[0] + (
+        f" Of plugins: {', '.join(names)}." if names else ""
+    )
+
+
+def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
+    """Repeat an option before each of its values; another option, or --, ends them."""
+    spelt: list[str] = []
+    current, taken = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            current, taken = (argument if argument in repeatable else ""), 0
+            spelt.append(argument)
+        else:
+            spelt += [current, argument] if current and taken else [argument]
+            taken += 1
+    return spelt
+
+
+def handed_back(
+    spelt: Sequence[str], repeatable: set[str], taking: set[str]
+) -> tuple[list[str], str] | None:
+    """The arguments with the last value of a repeatable option as one of no option, and the value.
+
+    None if there is such an argument already, or no option has two values. A value that is a
+    file of weights is not taken for data. `taking` are the options that take a value.
+    """
+    last = None
+    number = 0
+    while number < len(spelt):
+        one = spelt[number]
+        if not one.startswith("-") or one in ("-", "--"):
+            return None
+        if one in taking:
+            before = spelt[number - 2] if number > 1 else ""
+            if one in repeatable and before == one:
+                last = number
+            number += 1
+        number += 1
+    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
+        return None
+    value = spelt[last + 1]
+    return [*spelt[:last], *spelt[last + 2 :], value], value
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.emit(f"atlas {__version__}")
+        raise typer.Exit
+
+
+def atlas(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Learn, merge and evaluate task vectors of CLIP models."""
+
+
 # Running a learning verb ----------------------------------------------------------------------
 
 _EXAMPLES = {
@@ -268,49 +350,6 @@ def given_recipe(
     return check_recipe(schema, {"data": data, **flags}, "--")
 
 
-class ConsoleListener:
-    """Shows what happens in a run on stderr, and asks it to stop when the user interrupts it."""
-
-    def __init__(self, output: OutputOptions) -> None:
-        self._output = output
-        self._training = ExitStack()
-        self._advance: Callable[[str, int], None] = lambda text, images: None
-        self._interrupted: list[int] = []
-
-    def stop(self) -> bool:
-        """Whether the user interrupted the training."""
-        return bool(self._interrupted)
-
-    def __call__(self, event: Event) -> None:
-        """Show an event."""
-        match event:
-            case Warned(text):
-                console.warn(text)
-            case Planned(lines):
-                self._note(*lines)
-            case TrainingStarted(steps):
-                self._interrupted = self._training.enter_context(stoppable())
-                if steps is not None:
-                    bar = console.training(steps, quiet=self._output.quiet)
-                    self._advance = self._training.enter_context(bar)
-            case StepTaken(step, batch_size, measure):
-                text = f"loss {step.loss:.3f}  {measure} {100 * step.accuracy:.1f}"
-                self._advance(text, batch_size)
-            case TrainingEnded():
-                self._training.close()
-            case EpochScored(task, epoch, accuracy, images):
-                when = f"epoch {epoch}" if epoch else "zero-shot"
-                self._note(f"{task}: {when} {100 * accuracy:.2f} {images}")
-            case TaskFinished(result):
-                if not self._output.as_json:
-                    console.emit(result)
-
-    def _note(self, *lines: str) -> None:
-        if not self._output.quiet:
-            for line in lines:
-                console.note(line)
-
-
 def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
     """Run a verb, show its result, and leave with the exit code that it deserves."""
     listener = ConsoleListener(output)
@@ -335,7 +374,3 @@ def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> 
         raise typer.Exit(130)
     if result.failed:
         raise AtlasError(result.failed)
-
-
-def _shown(cell: str | float | None) -> str:
-    return cell if isinstance(cell, str) else console.percent(cell)

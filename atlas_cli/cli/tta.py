@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli import console
+from atlas_cli.cli.console import OutputOptions
 from atlas_cli.cli.options import (
-    OutputOptions,
     given_flags,
     given_recipe,
     learning_command,
     run_learning,
 )
-from atlas_cli.cli.process import ignore_interrupts, interrupted_once
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import (
     Event,
@@ -182,13 +181,13 @@ class OnlineListener:
             case Warned(text):
                 console.warn(text)
             case TrainingStarted():
-                self._training.enter_context(interrupted_once())
+                self._training.enter_context(console.interrupted_once())
             case Predicted(image, prediction, probability, error):
                 row: dict[str, object] = {"image": image, "error": error}
                 if error is None:
                     row = {"image": image, "prediction": prediction, "probability": probability}
                 console.write(json.dumps(row, ensure_ascii=False) + "\n")
             case Saving():
-                ignore_interrupts()
+                console.ignore_interrupts()
             case TrainingEnded():
                 self._training.close()

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from atlas_cli.learning import baselines, evaluate, unlabelled, weights  # noqa: F401
 from atlas_cli.merging import merge  # noqa: F401
-from atlas_cli.models.open_clip_import import import_open_clip
+from atlas_cli.models.open_clip_import import open_clip  # noqa: F401
 from atlas_cli.vectors import extract  # noqa: F401
-
-import_open_clip()

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model
-from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model, zero_shot_head
 from atlas_cli.parallel import signals_held
 from atlas_cli.sources.locate import Source
 

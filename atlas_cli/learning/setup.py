@@ -22,9 +22,9 @@ from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Policy
-from atlas_cli.models.clip import Clip, open_model, read_tensors
+from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
-from atlas_cli.models.zero_shot import zero_shot_head
+from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry

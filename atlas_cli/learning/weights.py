@@ -22,7 +22,7 @@ from atlas_cli.learning.run import Inputs
 from atlas_cli.learning.run_folder import SavedRun
 from atlas_cli.learning.selection import hold_out
 from atlas_cli.learning.setup import config_of
-from atlas_cli.models.clip import Clip, open_model
+from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.folders import whole_folder, write_model
 from atlas_cli.models.trainable import (
     ALPHA,
@@ -33,7 +33,6 @@ from atlas_cli.models.trainable import (
     start_factors,
     write_adapter,
 )
-from atlas_cli.models.zero_shot import zero_shot_head
 from atlas_cli.parallel import ThreadPool, thread_pool_for
 from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
 

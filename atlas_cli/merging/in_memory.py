@@ -23,11 +23,13 @@ from atlas_cli.merging.produce import (
     open_learned,
 )
 from atlas_cli.merging.provenance import Located
-from atlas_cli.models.clip import Clip, Opening, open_model, read_tensors
+from atlas_cli.models.clip import Clip, Opening, open_model
+from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source
-from atlas_cli.vectors.format import TaskVector, in_scope
+from atlas_cli.vectors.format import in_scope
 from atlas_cli.vectors.pool import Member, Pool, check_members
+from atlas_cli.vectors.task_vector import TaskVector
 
 Coefficients = float | Sequence[float] | Mapping[str, float] | Mapping[str, Mapping[str, float]]
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
-from atlas_cli.io.checkpoint import open_tensors, read_metadata
+from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.models import tensor_names
-from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.tensor_names import INFORMATION, MASKS
+from atlas_cli.models import transformers_config
+from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
 from atlas_cli.parallel import choose_device
-from atlas_cli.sources.locate import Source
+from atlas_cli.sources.locate import Source, cache_folder
 from atlas_cli.sources.references import Reference, check_architecture
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
 Tokenize = Callable[[Sequence[str]], torch.Tensor]
+Warn = Callable[[str], None]
+_PROMPTS_AT_ONCE = 256
 _NAMES = {True: "QuickGELU", False: "GELU"}
-_BUFFERS = (*MASKS, "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,15 @@ def read_architecture(source: Source, architecture: str | None = None) -> dict[s
     beside = source.config("open_clip_config.json")
     if architecture or config is None or beside or source.reference.kind == "open_clip":
         return read_blueprint(source, architecture).model
-    model = tensor_names.model_config(config, source.reference.text)
+    model = transformers_config.model_config(config, source.reference.text)
     check_activation(source, Blueprint(model, {}), "its configuration")
     return model
 
 
 def _from_tag(reference: Reference) -> Blueprint:
-    tag = import_open_clip().get_pretrained_cfg(reference.name, reference.tag)
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+
+    tag = open_clip.get_pretrained_cfg(reference.name, reference.tag)
     blueprint = _named(reference.name)
     blueprint.model["quick_gelu"] = bool(tag.get("quick_gelu", False))
     keys = ("mean", "std", "interpolation", "resize_mode")
@@ -126,8 +130,10 @@ def _from_tag(reference: Reference) -> Blueprint:
 
 def _named(architecture: str) -> Blueprint:
     """The architecture of that name in open_clip's own list."""
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+
     check_architecture(architecture)
-    config = import_open_clip().get_model_config(architecture)
+    config = open_clip.get_model_config(architecture)
     return Blueprint({"quick_gelu": False, **config}, {})
 
 
@@ -136,7 +142,7 @@ def _from_architecture(source: Source, architecture: str) -> Blueprint:
     check_activation(source, blueprint, f"--arch {architecture}")
     config = source.config("preprocessor_config.json")
     if config is not None:
-        found = tensor_names.preprocess_config(config, source.reference.text)
+        found = transformers_config.preprocess_config(config, source.reference.text)
         return Blueprint(blueprint.model, found)
     beside = source.config("open_clip_config.json") or {}
     return Blueprint(blueprint.model, _table(beside, "preprocess_cfg"))
@@ -159,8 +165,8 @@ def _from_transformers(source: Source, config: Mapping[str, Any]) -> Blueprint:
             f"{where}: has no preprocessor_config.json, so image size, mean and standard deviation "
             "are unknown; copy the one of its base model into the folder"
         )
-    model = tensor_names.model_config(config, where)
-    preprocess = tensor_names.preprocess_config(found, where)
+    model = transformers_config.model_config(config, where)
+    preprocess = transformers_config.preprocess_config(found, where)
     _check_size(source, model, preprocess)
     return Blueprint(model, preprocess, source.folder)
 
@@ -212,7 +218,7 @@ def _declared_activations(source: Source) -> Iterator[tuple[str, bool]]:
         yield "open_clip_config.json", bool(_table(config, "model_cfg").get("quick_gelu", False))
     config = source.config("config.json")
     if config and config.get("model_type") in {"clip", "clip_vision_model"}:
-        model = tensor_names.model_config(config, source.reference.text)
+        model = transformers_config.model_config(config, source.reference.text)
         yield "config.json", model["quick_gelu"]
 
 
@@ -224,19 +230,6 @@ def _is_openai(path: Path) -> bool:
         return set(INFORMATION) <= open_tensors([path]).keys()
     except CheckpointError:  # it has names that need --allow-global, so no TorchScript
         return False
-
-
-# Tensors --------------------------------------------------------------------------------------
-
-
-def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
-    """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
-    return tensor_names.normalised(open_tensors(source.weights, allow), source.reference.text)
-
-
-def has_text(tensors: LazyTensors) -> bool:
-    """Whether there is a text tower among the tensors."""
-    return any(name.startswith(("transformer.", "text.")) for name in tensors)
 
 
 def _with_text_of(
@@ -265,7 +258,8 @@ def _with_text_of(
 
 def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     """An open_clip model with untrained weights, and its evaluation transform."""
-    open_clip = import_open_clip()
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+
     model = _with_local_text(blueprint)
     with tempfile.TemporaryDirectory() as folder, _quiet():
         config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
@@ -293,7 +287,8 @@ def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
 
 
 def _tokenizer(blueprint: Blueprint) -> Tokenize:
-    open_clip = import_open_clip()
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+
     text = _with_local_text(blueprint)["text_cfg"]
     length = text.get("context_length", 77)
     name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
@@ -330,26 +325,54 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def fill(module: torch.nn.Module, tensors: LazyTensors, where: str) -> None:
-    """Copy tensors into a module by name. Raises MismatchError that lists what does not fit."""
-    places = module.state_dict()
-    if problems := _mismatches(places, tensors):
-        listed = "; ".join(problems[:3])
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise MismatchError(f"{where}: the weights do not fit the architecture: {listed}{more}")
+# Zero-shot head -------------------------------------------------------------------------------
+
+
+def zero_shot_head(
+    clip: Clip, classes: Sequence[str], templates: Sequence[str], warn: Warn
+) -> torch.Tensor:
+    """The head's weights, (classes, width), from the cache if they are there."""
+    path = cache_folder() / "heads" / f"{_key(clip, classes, templates)}.safetensors"
+    if path.is_file():
+        try:
+            return open_safetensors(path)["weight"].read().to(clip.device)
+        except (CheckpointError, KeyError):
+            warn(f"{path}: damaged, computed again")
+    weight = compute_head(clip, classes, templates)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, {"weight": weight.cpu()})
+    except OSError as problem:
+        warn(
+            f"{path.parent}: cannot keep the zero-shot head: {problem.strerror}; "
+            "set ATLAS_CACHE to a folder that can be written"
+        )
+    return weight
+
+
+def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> torch.Tensor:
+    """exp(s) * norm(mean over templates of norm(text(template of class))), for every class.
+
+    s is the model's logit scale. Logits are head @ norm(image features).
+    """
+    prompts = [template.replace("{}", name) for name in classes for template in templates]
+    features = []
     with torch.no_grad():
-        for name, place in places.items():
-            if name in tensors:
-                place.copy_(tensors[name].read().reshape(place.shape))
+        for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
+            tokens = clip.tokenize(prompts[start : start + _PROMPTS_AT_ONCE]).to(clip.device)
+            features.append(clip.module.encode_text(tokens, normalize=True))  # type: ignore[operator]
+        means = torch.cat(features).reshape(len(classes), len(templates), -1).mean(dim=1)
+        scale = clip.module.logit_scale.exp()  # type: ignore[operator]
+        return (scale * F.normalize(means, dim=-1)).clone()
 
 
-def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> list[str]:
-    problems = []
-    for name, place in places.items():
-        if name in tensors:
-            found, wanted = tensors[name].shape, tuple(place.shape)
-            if found != wanted and not {found, wanted} <= {(), (1,)}:
-                problems.append(f"{name} has shape {found}, expected {wanted}")
-        elif not name.endswith(_BUFFERS):
-            problems.append(f"{name} is missing")
-    return problems + [f"{name} is unknown" for name in tensors if name not in places]
+def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
+    """A hash of all that decides the head: text tower, its configuration, names and templates."""
+    digest = hashlib.sha256()
+    for name, tensor in clip.module.state_dict().items():
+        if not name.startswith("visual."):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    text = {**clip.config, "vision_cfg": None}
+    digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
+    return digest.hexdigest()

@@ -18,7 +18,8 @@ import torch
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.models.clip import Clip, has_text, read_blueprint, read_tensors
+from atlas_cli.models.clip import Clip, read_blueprint
+from atlas_cli.models.tensor_names import has_text, read_tensors
 from atlas_cli.sources.locate import COMPANION_FILES, Source
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"

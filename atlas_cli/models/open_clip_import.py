@@ -1,4 +1,4 @@
-"""open_clip, also where torchvision was built for another torch."""
+"""The module open_clip, also where torchvision was built for another torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _declared: list[torch.library.Library] = []  # the operators live as long as thi
 
 
 def import_open_clip() -> ModuleType:
-    """The module open_clip, also where torchvision was built for another torch.
+    """The module open_clip; what mends torchvision for it serves other libraries, too.
 
     A CPU-only torch beside a torchvision built for CUDA fails on import because two detection
     operators are missing. No model here calls them, so it is enough to declare them.
@@ -35,3 +35,6 @@ def _declare_missing_operators() -> None:
     _declared.append(torch.library.Library("torchvision", "DEF"))
     for operator in ("nms", "qnms"):
         _declared[-1].define(f"{operator}{_SCHEMA}")
+
+
+open_clip = import_open_clip()

@@ -1,45 +1,22 @@
-"""Models under the names of another: CLIP of open_clip and of transformers, wrapped or not."""
+"""Tensors by name: CLIP as open_clip and as transformers call its parts, wrapped or not."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from atlas_cli.errors import CheckpointError, MismatchError
+from atlas_cli.io.checkpoint import open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.sources.locate import Source
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
 MASKS = ("attn_mask", "position_ids")
 INFORMATION = ("input_resolution", "context_length", "vocab_size")
-# What transformers leaves out of config.json because it is the default.
-_VISION_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-    "projection_dim": 512,
-}
-_TEXT_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 49408,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 77,
-    "hidden_act": "quick_gelu",
-    "layer_norm_eps": 1e-5,
-}
-_RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}
-_ACTIVATIONS = {"gelu": False, "quick_gelu": True}
-
+_BUFFERS = (*MASKS, "num_batches_tracked")  # a module makes them itself
 _LAYER = (
     (r"encoder\.layers\.(\d+)\.layer_norm([12])\.", r"transformer.resblocks.\1.ln_\2."),
     (r"encoder\.layers\.(\d+)\.self_attn\.out_proj\.", r"transformer.resblocks.\1.attn.out_proj."),
@@ -66,92 +43,6 @@ _PROJECTIONS = {
 }
 THIRDS, TRANSPOSED = ("q", "k", "v"), "transposed"
 _QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
-
-
-# Configuration --------------------------------------------------------------------------------
-
-
-def is_vision_only(config: Mapping[str, Any]) -> bool:
-    """Whether a transformers configuration describes an image tower alone."""
-    return config.get("model_type") == "clip_vision_model"
-
-
-def model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """open_clip's `model_cfg` for a transformers CLIP configuration."""
-    if config.get("model_type") not in {"clip", "clip_vision_model"}:
-        found = config.get("model_type", "no model_type")
-        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model")
-    vision_part = config if is_vision_only(config) else config.get("vision_config") or {}
-    vision = _VISION_DEFAULTS | dict(vision_part)
-    text = _TEXT_DEFAULTS | dict(config.get("text_config") or {})
-    width = config.get("projection_dim", 512)
-    return {
-        "embed_dim": width,
-        "quick_gelu": _quick_gelu([vision] if is_vision_only(config) else [vision, text], where),
-        "vision_cfg": {
-            "image_size": vision["image_size"],
-            "patch_size": vision["patch_size"],
-            **_tower(vision, where),
-            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
-        },
-        "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            **_tower(text, where),
-            "heads": text["num_attention_heads"],
-        },
-    }
-
-
-def _tower(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if part["layer_norm_eps"] != 1e-5:
-        found = part["layer_norm_eps"]
-        raise CheckpointError(f"{where}: layer_norm_eps is {found}; open_clip computes with 1e-05")
-    return {
-        "width": part["hidden_size"],
-        "layers": part["num_hidden_layers"],
-        "mlp_ratio": part["intermediate_size"] / part["hidden_size"],
-    }
-
-
-def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
-    found = {str(part["hidden_act"]) for part in parts}
-    if len(found) != 1 or not found <= _ACTIVATIONS.keys():
-        listed = " and ".join(sorted(found))
-        raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
-    return _ACTIVATIONS[found.pop()]
-
-
-def preprocess_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """open_clip's `preprocess_cfg` for a transformers preprocessor_config.json."""
-    for key in ("do_resize", "do_center_crop", "do_normalize"):
-        if config.get(key) is False:
-            raise CheckpointError(f"{where}: {key} is false, which atlas does not follow")
-    size, crop = _edge(config.get("size", 224)), _edge(config.get("crop_size", 224))
-    resample = config.get("resample", 3)
-    if size != crop or resample not in _RESAMPLING:
-        raise CheckpointError(
-            f"{where}: size {size}, crop {crop}, resample {resample}: atlas resizes and crops to "
-            "one size by nearest, bilinear or bicubic interpolation"
-        )
-    return {
-        "size": size,
-        "mean": list(config["image_mean"]),
-        "std": list(config["image_std"]),
-        "interpolation": _RESAMPLING[resample],
-        "resize_mode": "shortest",
-    }
-
-
-def _edge(size: Any) -> Any:
-    """The edge of a square given as a number or as one of transformers' dictionaries."""
-    if isinstance(size, dict):
-        values = set(size.values())
-        return values.pop() if len(values) == 1 else tuple(size.values())
-    return size
-
-
-# Tensors --------------------------------------------------------------------------------------
 
 
 def is_transformers(tensors: LazyTensors) -> bool:
@@ -262,7 +153,7 @@ def plain(tensors: LazyTensors, where: str) -> LazyTensors:
 
 
 def block_of(name: str, *, transformers: bool) -> tuple[str, str]:
-    """open_clip's name of a tensor, and what of it this is: see layouts.place_of."""
+    """open_clip's name of a tensor, and what of it this is: see place_of."""
     return place_of(unwrapped(name)) if transformers else (unwrapped(name), "")
 
 
@@ -302,3 +193,41 @@ def piece(tensor: LazyTensor, part: str) -> LazyTensor:
         return tensor.span(first + start, first + stop)
 
     return LazyTensor(shape, tensor.dtype, lambda: read(0, math.prod(shape)).reshape(shape), read)
+
+
+# Sources and modules --------------------------------------------------------------------------
+
+
+def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
+    """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
+    return normalised(open_tensors(source.weights, allow), source.reference.text)
+
+
+def has_text(tensors: LazyTensors) -> bool:
+    """Whether there is a text tower among the tensors."""
+    return any(name.startswith(("transformer.", "text.")) for name in tensors)
+
+
+def fill(module: torch.nn.Module, tensors: LazyTensors, where: str) -> None:
+    """Copy tensors into a module by name. Raises MismatchError that lists what does not fit."""
+    places = module.state_dict()
+    if problems := _mismatches(places, tensors):
+        listed = "; ".join(problems[:3])
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise MismatchError(f"{where}: the weights do not fit the architecture: {listed}{more}")
+    with torch.no_grad():
+        for name, place in places.items():
+            if name in tensors:
+                place.copy_(tensors[name].read().reshape(place.shape))
+
+
+def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> list[str]:
+    problems = []
+    for name, place in places.items():
+        if name in tensors:
+            found, wanted = tensors[name].shape, tuple(place.shape)
+            if found != wanted and not {found, wanted} <= {(), (1,)}:
+                problems.append(f"{name} has shape {found}, expected {wanted}")
+        elif not name.endswith(_BUFFERS):
+            problems.append(f"{name} is missing")
+    return problems + [f"{name} is unknown" for name in tensors if name not in places]

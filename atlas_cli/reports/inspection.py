@@ -18,7 +18,7 @@ from atlas_cli.vectors.describe import (
     describe_vector,
     is_vector,
 )
-from atlas_cli.vectors.format import TaskVector, open_checked
+from atlas_cli.vectors.format import StoredVector, open_checked
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Inspection:
 class OpenedSources:
     """Task vectors by label, each with the source it comes from, and the models beside them."""
 
-    vectors: dict[str, TaskVector]
+    vectors: dict[str, StoredVector]
     vector_sources: tuple[Source, ...]
     models: tuple[ModelFacts, ...]
 
@@ -54,7 +54,7 @@ def open_sources(sources: Sequence[Source], arch: str | None) -> OpenedSources:
     return OpenedSources(dict(zip(_labels(given, opened), opened, strict=True)), given, models)
 
 
-def _labels(sources: Sequence[Source], vectors: Sequence[TaskVector]) -> list[str]:
+def _labels(sources: Sequence[Source], vectors: Sequence[StoredVector]) -> list[str]:
     """A name for each vector: its own, or its file where two have the same."""
     names = [vector.header.name for vector in vectors]
     labels: list[str] = []

@@ -14,7 +14,8 @@ from atlas_cli import __version__
 from atlas_cli.core import storage
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.models.clip import Blueprint, check_activation, read_architecture, read_tensors
+from atlas_cli.models.clip import Blueprint, check_activation, read_architecture
+from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.sources.locate import (
     XXH3,
     CachedDigest,

@@ -18,8 +18,7 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.parallel import in_order
 from atlas_cli.sources.locate import Source
-from atlas_cli.vectors.format import TaskVector
-from atlas_cli.vectors.header import BlockInfo, check_same_base
+from atlas_cli.vectors.format import BlockInfo, StoredVector, check_same_base
 
 RANKS = (1, 4, 16, 64)
 _COPIED = (
@@ -97,7 +96,7 @@ def is_vector(source: Source) -> bool:
 
 
 def describe_vector(
-    label: str, source: Source, vector: TaskVector, advance: Callable[[int], None]
+    label: str, source: Source, vector: StoredVector, advance: Callable[[int], None]
 ) -> VectorFacts:
     """Measure every block of a task vector, holding a few at a time."""
     header = vector.header
@@ -196,7 +195,7 @@ class Comparison:
     centred_spectrum: Spectrum
 
 
-def compare(vectors: Mapping[str, TaskVector], advance: Callable[[int], None]) -> Comparison:
+def compare(vectors: Mapping[str, StoredVector], advance: Callable[[int], None]) -> Comparison:
     """Compare vectors by label, holding the blocks of one name at a time.
 
     Raises MismatchError for vectors of different bases. A block that a vector lacks is zero.
@@ -218,18 +217,18 @@ def compare(vectors: Mapping[str, TaskVector], advance: Callable[[int], None]) -
     )
 
 
-def _kinds(vectors: Mapping[str, TaskVector]) -> dict[str, str]:
+def _kinds(vectors: Mapping[str, StoredVector]) -> dict[str, str]:
     """The kind of every block that at least one of the vectors has."""
     names = dict.fromkeys(name for vector in vectors.values() for name in vector.names)
     return {name: place.kind for name, place in places(names).items()}
 
 
-def block_count(vectors: Mapping[str, TaskVector]) -> int:
+def block_count(vectors: Mapping[str, StoredVector]) -> int:
     """How many names of blocks there are among the vectors."""
     return len(_kinds(vectors))
 
 
-def _products(name: str, vectors: Mapping[str, TaskVector]) -> torch.Tensor:
+def _products(name: str, vectors: Mapping[str, StoredVector]) -> torch.Tensor:
     """The Gram matrix of the blocks of one name."""
     there = {label: vector for label, vector in vectors.items() if name in set(vector.names)}
     shapes = {

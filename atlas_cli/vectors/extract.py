@@ -23,18 +23,9 @@ from atlas_cli.parallel import torch_threads
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.bases import Base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
-from atlas_cli.vectors.format import stored_tensors
-from atlas_cli.vectors.header import (
-    LONGEST_NUMBER,
-    BlockInfo,
-    Header,
-    natural,
-    room_for,
-    rounded,
-    shortened,
-    to_metadata,
-)
+from atlas_cli.vectors.format import BlockInfo, Header, natural, to_metadata
 from atlas_cli.vectors.targets import ExtractRequest, VectorTarget
+from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, rounded, shortened, stored_tensors
 
 
 def block_order(base: Base) -> list[str]:

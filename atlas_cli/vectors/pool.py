@@ -30,8 +30,14 @@ from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.merge_methods.election import Rules, elected_signs, silence_
 from atlas_cli.sources.locate import sha256_of
 from atlas_cli.sources.references import vector_file
-from atlas_cli.vectors.format import TaskVector, base_fingerprint, open_checked
-from atlas_cli.vectors.header import BlockInfo, check_same_base, to_metadata
+from atlas_cli.vectors.format import (
+    BlockInfo,
+    StoredVector,
+    base_fingerprint,
+    check_same_base,
+    open_checked,
+    to_metadata,
+)
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _LOWER = ("bf16", "int8")
@@ -44,7 +50,7 @@ class Member:
     name: str
     path: str
     sha256: str
-    vector: TaskVector = dataclasses.field(repr=False)
+    vector: StoredVector = dataclasses.field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -251,11 +257,11 @@ def trim(paths: Sequence[str], share: float, folder: Path) -> list[str]:
     return found
 
 
-def _values(vector: TaskVector, name: str) -> torch.Tensor:
+def _values(vector: StoredVector, name: str) -> torch.Tensor:
     return storage.decode(vector.read(name)).float().clone()
 
 
-def _floor(vector: TaskVector, share: float) -> float:
+def _floor(vector: StoredVector, share: float) -> float:
     """The magnitude from which on values are among the largest `share` of a vector."""
     magnitudes = torch.cat([_values(vector, name).abs().flatten() for name in vector.names])
     count = max(1, round(share * len(magnitudes)))

@@ -17,9 +17,8 @@ from PIL import Image
 
 from atlas_cli.datasets import builtin
 from atlas_cli.datasets.dataset import few_shot, open_dataset
-from atlas_cli.models.clip import open_model
+from atlas_cli.models.clip import compute_head, open_model
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.zero_shot import compute_head
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import builtin_model, parse_reference
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.compose import compose
 from atlas_cli.core.granularity import choose_layout
-from atlas_cli.models.clip import open_model, read_tensors
+from atlas_cli.models.clip import open_model
 from atlas_cli.models.open_clip_import import import_open_clip
+from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import builtin_model, parse_reference
 from atlas_cli.vectors.pool import compose_pool, open_pool

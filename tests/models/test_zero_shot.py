@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import write_open_clip
 
-from atlas_cli.models.clip import Clip, open_model
+from atlas_cli.models.clip import Clip, compute_head, open_model, zero_shot_head
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.zero_shot import compute_head, zero_shot_head
 from atlas_cli.sources.locate import cache_folder, locate
 from atlas_cli.sources.references import parse_reference
 

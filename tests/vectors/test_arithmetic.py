@@ -10,7 +10,7 @@ import torch
 
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError, MismatchError, UsageError
-from atlas_cli.vectors.format import TaskVector, open_checked
+from atlas_cli.vectors.task_vector import TaskVector
 
 DIGITS, SIGNS = (TaskVector.open(f"builtin:{name}") for name in ("digits", "signs"))
 BLOCK = "visual.ln_post.weight"
@@ -105,7 +105,7 @@ def test_a_low_rank_vector_stays_so_when_it_is_scaled(tmp_path: Path, call):
     path = tmp_path / "low.safetensors"
     done = call("extract", "builtin:tiny", "builtin:digits", "-o", path, "--rank", "2")
     assert done.code == 0, done.err
-    low = open_checked(path)
+    low = TaskVector.open(path)
     saved = (-low).save(tmp_path / "negated.safetensors")
     assert {b.storage for b in saved.header.blocks} == {b.storage for b in low.header.blocks}
     assert all(torch.equal(saved.values(name), -low.values(name)) for name in low.names)

@@ -24,8 +24,7 @@ from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.describe import describe_vector
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Options, extract_to
-from atlas_cli.vectors.format import base_fingerprint, open_vector
-from atlas_cli.vectors.header import check_same_base
+from atlas_cli.vectors.format import base_fingerprint, check_same_base, open_vector
 
 WEIGHTS = "open_clip_model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -475,7 +474,7 @@ def test_the_file_opens_with_safetensors_itself(folder: Path, tuned: Tensors, tm
 def test_blocks_are_in_the_order_in_which_people_count(
     folder: Path, tuned: Tensors, tmp_path: Path
 ):
-    from atlas_cli.vectors.header import natural
+    from atlas_cli.vectors.format import natural
 
     run(folder, as_file(tuned, tmp_path), tmp_path / "v.safetensors", Choice("all"))
     names = open_vector(tmp_path / "v.safetensors").names

@@ -17,11 +17,12 @@ from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.vectors.format import (
     base_fingerprint,
     belongs,
+    check_same_base,
     in_scope,
     open_vector,
-    stored_tensors,
+    read_header,
 )
-from atlas_cli.vectors.header import check_same_base, read_header
+from atlas_cli.vectors.writer import stored_tensors
 
 
 def test_dense_quantised_and_low_rank_blocks_come_back(tmp_path: Path):

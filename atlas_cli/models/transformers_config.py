@@ -1,0 +1,113 @@
+"""The configuration of a CLIP model of transformers, told as one of open_clip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atlas_cli.errors import CheckpointError
+
+# What transformers leaves out of config.json because it is the default.
+_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "projection_dim": 512,
+}
+_TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+_RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+_ACTIVATIONS = {"gelu": False, "quick_gelu": True}
+
+
+def is_vision_only(config: Mapping[str, Any]) -> bool:
+    """Whether a transformers configuration describes an image tower alone."""
+    return config.get("model_type") == "clip_vision_model"
+
+
+def model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `model_cfg` for a transformers CLIP configuration."""
+    if config.get("model_type") not in {"clip", "clip_vision_model"}:
+        found = config.get("model_type", "no model_type")
+        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model")
+    vision_part = config if is_vision_only(config) else config.get("vision_config") or {}
+    vision = _VISION_DEFAULTS | dict(vision_part)
+    text = _TEXT_DEFAULTS | dict(config.get("text_config") or {})
+    width = config.get("projection_dim", 512)
+    return {
+        "embed_dim": width,
+        "quick_gelu": _quick_gelu([vision] if is_vision_only(config) else [vision, text], where),
+        "vision_cfg": {
+            "image_size": vision["image_size"],
+            "patch_size": vision["patch_size"],
+            **_tower(vision, where),
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+        },
+        "text_cfg": {
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": text["vocab_size"],
+            **_tower(text, where),
+            "heads": text["num_attention_heads"],
+        },
+    }
+
+
+def _tower(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if part["layer_norm_eps"] != 1e-5:
+        found = part["layer_norm_eps"]
+        raise CheckpointError(f"{where}: layer_norm_eps is {found}; open_clip computes with 1e-05")
+    return {
+        "width": part["hidden_size"],
+        "layers": part["num_hidden_layers"],
+        "mlp_ratio": part["intermediate_size"] / part["hidden_size"],
+    }
+
+
+def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
+    found = {str(part["hidden_act"]) for part in parts}
+    if len(found) != 1 or not found <= _ACTIVATIONS.keys():
+        listed = " and ".join(sorted(found))
+        raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
+    return _ACTIVATIONS[found.pop()]
+
+
+def preprocess_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """open_clip's `preprocess_cfg` for a transformers preprocessor_config.json."""
+    for key in ("do_resize", "do_center_crop", "do_normalize"):
+        if config.get(key) is False:
+            raise CheckpointError(f"{where}: {key} is false, which atlas does not follow")
+    size, crop = _edge(config.get("size", 224)), _edge(config.get("crop_size", 224))
+    resample = config.get("resample", 3)
+    if size != crop or resample not in _RESAMPLING:
+        raise CheckpointError(
+            f"{where}: size {size}, crop {crop}, resample {resample}: atlas resizes and crops to "
+            "one size by nearest, bilinear or bicubic interpolation"
+        )
+    return {
+        "size": size,
+        "mean": list(config["image_mean"]),
+        "std": list(config["image_std"]),
+        "interpolation": _RESAMPLING[resample],
+        "resize_mode": "shortest",
+    }
+
+
+def _edge(size: Any) -> Any:
+    """The edge of a square given as a number or as one of transformers' dictionaries."""
+    if isinstance(size, dict):
+        values = set(size.values())
+        return values.pop() if len(values) == 1 else tuple(size.values())
+    return size

@@ -1,0 +1,59 @@
+"""Writing a task-vector file block by block, with a header that is known last."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.io.checkpoint import header_text
+from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
+
+LONGEST_NUMBER = -1.234567e-100
+_LONGEST_OFFSET = 10**12
+
+
+def room_for(header: Header, parts: int) -> int:
+    """The most bytes that a promised header can take, if blocks have up to `parts` parts."""
+    longest = dict.fromkeys(("norm", "base_norm", "error"), LONGEST_NUMBER)
+    blocks = tuple(
+        BlockInfo(block.name, block.shape, "factors", **longest, starts=block.shape[:1] * parts)
+        for block in header.blocks
+    )
+    dropped = (*header.dropped, *(block.name for block in blocks))
+    worst = dataclasses.replace(header, blocks=blocks, dropped=dropped)
+    kinds = [f"#{kind}{number}" for number in range(parts) for kind in ("up", "down")]
+    place = [_LONGEST_OFFSET, _LONGEST_OFFSET]
+    entries = {
+        block.name + kind: {"dtype": "BF16", "shape": block.shape, "data_offsets": place}
+        for block in blocks
+        for kind in ("", "#scale", *kinds)
+    }
+    return len(header_text(entries, to_metadata(worst)))
+
+
+def shortened(info: BlockInfo) -> BlockInfo:
+    """A block with numbers of seven digits."""
+    norm, base_norm, error = map(rounded, (info.norm, info.base_norm, info.error))
+    return dataclasses.replace(info, norm=norm, base_norm=base_norm, error=error)
+
+
+def rounded(number: float) -> float:
+    """Seven digits: more are noise, and would take more room than was left."""
+    return float(f"{number:.6e}")
+
+
+def stored_tensors(name: str, block: Block) -> dict[str, torch.Tensor]:
+    """The tensors of a block under the names they have in the file."""
+    match block:
+        case Dense(values):
+            return {name: values}
+        case Quantised(values, scales):
+            return {name: values, f"{name}#scale": scales}
+        case Factors(_, parts):
+            return {
+                f"{name}#{kind}{number}": tensor
+                for number, part in enumerate(parts)
+                for kind, tensor in (("up", part.up), ("down", part.down))
+            }
