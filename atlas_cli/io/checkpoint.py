@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,18 @@ _DTYPES = {
 }
 WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 _LARGEST_HEADER = 16 * 2**20  # bytes; a large model has one of a few hundred thousand
+# How the names of tensors end in a model that was quantised, and by what.
+_PACKED = {
+    r"\.(qweight|qzeros|g_idx)": "GPTQ or AWQ",
+    r"\.weight_packed": "compressed-tensors",
+    r"\.(absmax|quant_map|nested_absmax|quant_state\.\w+|SCB)": "bitsandbytes",
+    r"\.(weight_scale|weight_scale_inv)": "fp8 or int8 with scales",
+    r"\.(W_q|_data)": "HQQ or quanto",
+}
+_DEQUANTISE = (
+    "dequantise it first, or take the model that it was made from (transformers: "
+    "from_pretrained(MODEL).dequantize().save_pretrained(FOLDER))"
+)
 
 
 def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str, LazyTensor]:
@@ -45,12 +58,33 @@ def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str
     """
     tensors: dict[str, LazyTensor] = {}
     for path in files:
+        _check_format(path)
         safe = path.suffix == ".safetensors"
         found = open_safetensors(path) if safe else open_pickle(path, allow=allow)
         if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{path}: {twice[0]} is also in another shard")
+        _check_unpacked(path, found)
         tensors |= found
     return tensors
+
+
+def _check_format(path: Path) -> None:
+    with _explained(path), path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            raise CheckpointError(
+                f"{path}: is a GGUF file, which llama.cpp runs; atlas merges safetensors and "
+                "PyTorch files: take the model that it was converted from"
+            )
+
+
+def _check_unpacked(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Raise CheckpointError for quantised weights: what is packed in integers cannot be added."""
+    for name, tensor in tensors.items():
+        kinds = [kind for end, kind in _PACKED.items() if re.search(f"{end}$", name)]
+        whole = not tensor.dtype.is_floating_point and len(tensor.shape) > 1
+        if kinds or (whole and name.endswith(".weight")):
+            kind = kinds[0] if kinds else str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{path}: {name} is quantised ({kind}); {_DEQUANTISE}")
 
 
 # Reading safetensors --------------------------------------------------------------------------
@@ -112,7 +146,9 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     for name in sorted(names, key=lambda name: header[name]["data_offsets"]):
         entry = header[name]
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
-            raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which atlas lacks")
+            way = f"; {_DEQUANTISE}" if entry["dtype"].startswith("F8") else ""
+            kind = f"has dtype {entry['dtype']}, which atlas lacks{way}"
+            raise CheckpointError(f"{path}: {name} {kind}")
         shape = tuple(entry["shape"])
         place = FileSpan(os.fsencode(path), stamp, start + entry["data_offsets"][0])
         stored = _Stored(path, place, shape, dtype)

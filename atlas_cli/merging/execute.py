@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,9 @@ import torch
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import StagingFolder, check_space, write_text
-from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merging.plan import (
-    Output,
-    Plan,
-    Resolved,
-    check_fit,
-    check_together,
-    lay_out,
-    open_layout,
-    open_like,
-    plan_files,
-    resolve_all,
-)
-from atlas_cli.merging.produce import (
-    CPU,
-    ByMethod,
-    Conversion,
-    Model,
-    Producer,
-    check_finite,
-    is_finite,
-    open_learned,
-)
+from atlas_cli.merging.inputs import Inputs, open_inputs
+from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files
+from atlas_cli.merging.produce import CPU, Conversion, Producer, check_finite, is_finite
 from atlas_cli.merging.provenance import (
     MANIFEST,
     Evaluated,
@@ -57,14 +38,16 @@ from atlas_cli.merging.provenance import (
     take_hashes,
     written_hashes,
 )
+from atlas_cli.merging.segments import changed_config, origin_lines, restacked
 from atlas_cli.models.folders import companion_files, copy_companion_files
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
 from atlas_cli.recipes.merge import Merge
-from atlas_cli.registry import MERGE_METHODS
 
 _HASHERS = 2
 _KEY = "atlas_recipe"
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+_DIFFUSERS = "diffusion_pytorch_model"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # bytes that the interpreter and torch still take when they begin to work
 
@@ -96,9 +79,8 @@ class PreparedMerge:
     """A merge that is ready to be written: all inputs are open and fit each other."""
 
     request: MergeRequest
-    producer: Producer
+    inputs: Inputs
     plan: Plan
-    resolved: Mapping[str, Resolved]
     peak: int  # bytes of memory for the largest tile
 
     @property
@@ -119,44 +101,25 @@ class PreparedMerge:
 
 def prepare(request: MergeRequest) -> PreparedMerge:
     """Open every header, check that all fits, and plan every byte. Reads no values of models."""
-    merge, located = request.merge, request.located
-    layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
-    producer, resolved, names = _choose_producer(request, layout)
-    clip = is_clip(layout.tensors) and not is_transformers(layout.tensors)
+    merge, located, limits = request.merge, request.located, request.limits
+    how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
+    inputs = open_inputs(merge, located, how)
+    clip = is_clip(inputs.base) and not is_transformers(inputs.base)
     # open_clip looks for one file of this name.
-    stem, limit = ("open_clip_model", 1 << 62) if clip else ("model", request.shard)
-    groups = lay_out(layout.tensors, names, merge, limit=limit, stem=stem)
+    stem, limit = ("open_clip_model", 1 << 62) if clip else (_stem(request), request.shard)
+    names = (inputs.layout, inputs.merged, inputs.compute)
+    groups = lay_out(*names, merge.recipe, limit=limit, stem=stem)
     promise = locked(merge, located, promised_hashes(merge, located))
     plan = plan_files(groups, _metadata(promise))
-    check_device(plan, request.limits)
-    peak = check_memory(plan, producer, request.limits)
-    return PreparedMerge(request, producer, plan, resolved, peak)
+    check_device(plan, limits)
+    peak = check_memory(plan, inputs.producer, limits)
+    return PreparedMerge(request, inputs, plan, peak)
 
 
-def _choose_producer(
-    request: MergeRequest, layout: Model
-) -> tuple[Producer, dict[str, Resolved], list[str]]:
-    """The producer of values, the parameters of every tensor, and the tensors that are merged."""
-    merge, limits = request.merge, request.limits
-    how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
-    if merge.method == "atlas":
-        source = request.located[merge.layout].model
-        learned = open_learned(merge.recipe, source, layout, how)
-        return learned, {}, [name for name in layout.tensors if learned.changes(name)]
-    names = [n for n, t in layout.tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
-    opened: dict[str, LazyTensors] = {merge.layout: layout.tensors}
-    for reference in merge.references:
-        if reference not in opened:
-            opened[reference] = open_like(reference, request.located[reference], layout.tensors)
-    check_fit(layout.tensors, opened, cast=merge.recipe.dtype is not None)
-    resolved = resolve_all(merge, names)
-    models = tuple(Model(reference, opened[reference]) for reference, _ in merge.models)
-    base = Model(merge.base, opened[merge.base]) if merge.base else None
-    method = MERGE_METHODS[merge.method]
-    producer = ByMethod(method, layout, base, models, resolved, how)
-    if producer.together:
-        check_together(merge, resolved, {layout.tensors[name].dtype for name in names})
-    return producer, resolved, names
+def _stem(request: MergeRequest) -> str:
+    """How the names of files begin: loaders of diffusers look for another one."""
+    first = request.located[request.merge.layout].model.weights[0].name
+    return _DIFFUSERS if first.startswith(_DIFFUSERS) else "model"
 
 
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -219,7 +182,7 @@ def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count
         except OSError as problem:
             raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
         try:
-            run(plan, prepared.producer, staging, request.limits, advance)
+            run(plan, prepared.inputs.producer, staging, request.limits, advance)
             _finish(prepared, staging, locked(merge, located, taken.result()))
         except OSError as problem:
             staging.abandon()
@@ -238,19 +201,31 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
         text = header_text(shard.entries, metadata).ljust(shard.header)
         staging.write(shard.file, 0, shard.header.to_bytes(8, "little") + text)
     request, folder = prepared.request, staging.folder
-    word = request.merge.recipe.out_dtype or request.merge.recipe.dtype
-    dtype = word.removeprefix("torch.") if word else None
-    copy_companion_files(request.located[request.merge.layout].model, folder, dtype)
+    layout = request.located[request.merge.layout].model
+    copy_companion_files(layout, folder, partial(_result_config, prepared))
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_text(folder / "model.safetensors.index.json", listed)
-    write_text(folder / MANIFEST, lock_text(recipe))
+        write_text(folder / f"{_stem(request)}.safetensors.index.json", listed)
+    write_text(folder / MANIFEST, lock_text(recipe, origin_lines(prepared.inputs.segments)))
     shown = None
     if request.evaluation:
         digests = written_hashes(prepared.plan, folder)  # they tell which results are of this model
         shown = Shown(request.evaluation, request.target.absolute().name, digests)
     write_text(folder / "README.md", card_text(request.merge, recipe, request.located, shown))
     staging.finish()
+
+
+def _result_config(prepared: PreparedMerge, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the layout's model with the dtype, layers and head of the result."""
+    inputs, request = prepared.inputs, prepared.request
+    word = request.merge.recipe.out_dtype or request.merge.recipe.dtype
+    dtype = word.removeprefix("torch.") if word else None
+    changed = {key: dtype or found[key] for key in _DTYPE_KEYS if found.get(key) is not None}
+    if inputs.untied:
+        changed["tie_word_embeddings"] = False
+    configs = {who: one.model.config("config.json") or {} for who, one in request.located.items()}
+    changes = restacked(inputs.segments, inputs.base, configs)
+    return changed_config({**found, **changed}, changes)
 
 
 # Threads --------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from atlas_cli.merging.plan import open_layout
 from atlas_cli.merging.produce import (
     STATISTICS,
     Conversion,
-    Model,
     coefficient_table,
     open_learned,
 )
 from atlas_cli.merging.provenance import Located
+from atlas_cli.merging.segments import Model
 from atlas_cli.models.clip import Clip, Opening, open_model
 from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.recipes.merge import MergeRecipe

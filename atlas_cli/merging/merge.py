@@ -169,7 +169,7 @@ def plan_merge(
     from atlas_cli.merging.execute import peak_memory
     from atlas_cli.merging.plan import explained
 
-    plan = prepared.plan
+    plan, inputs = prepared.plan, prepared.inputs
     merged = sum(tensor.merged for tensor in plan.outputs)
     return MergePlan(
         method=checked.method,
@@ -182,7 +182,7 @@ def plan_merge(
         threads=prepared.request.limits.threads,
         beside=prepared.companions,
         files=[{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
-        explained=explained(checked, prepared.resolved, explain) if explain else [],
+        explained=explained(inputs.segments, inputs.resolved, explain) if explain else [],
         outputs=[tensor.facts() for tensor in plan.outputs],
     )
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from atlas_cli.errors import AtlasError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
+from atlas_cli.merging.segments import Segment
 from atlas_cli.models.lora import open_adapter
 from atlas_cli.models.tensor_names import plain, renamed, unwrapped
-from atlas_cli.recipes.merge import Merge
-from atlas_cli.recipes.merge_parameters import count_layers, depths_of, resolve
+from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
+from atlas_cli.recipes.merge_parameters import resolve
 from atlas_cli.registry import MERGE_METHODS
 from atlas_cli.sources.locate import Source
 
@@ -82,15 +84,12 @@ def _plus(base: LazyTensor, read: Callable[[], Factors]) -> LazyTensor:
 # Fitting --------------------------------------------------------------------------------------
 
 
-def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors], *, cast: bool) -> None:
-    """Raise MismatchError that lists every tensor which is missing, extra, or of another kind.
-
-    With `cast`, the recipe names a dtype to compute in, so that dtypes may differ.
-    """
+def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors]) -> None:
+    """Raise MismatchError that lists every tensor which is missing, extra, or of another kind."""
     problems = [
         f"{reference}: {line}"
         for reference, tensors in models.items()
-        for line in _problems(layout, tensors, cast=cast)
+        for line in _problems(layout, tensors)
     ]
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -99,7 +98,7 @@ def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors], *, cast: b
         )
 
 
-def _problems(layout: LazyTensors, tensors: LazyTensors, *, cast: bool) -> Sequence[str]:
+def _problems(layout: LazyTensors, tensors: LazyTensors) -> Sequence[str]:
     lines = []
     for name, wanted in layout.items():
         if not wanted.dtype.is_floating_point:
@@ -109,11 +108,15 @@ def _problems(layout: LazyTensors, tensors: LazyTensors, *, cast: bool) -> Seque
             lines.append(f"{name} is missing")
         elif found.shape != wanted.shape and {found.shape, wanted.shape} != {(), (1,)}:
             lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}")
-        elif found.dtype != wanted.dtype and not cast:
-            kinds = f"{_word(found.dtype)}, expected {_word(wanted.dtype)}"
-            lines.append(f"{name} has dtype {kinds} (or give a dtype to compute in)")
+        elif not found.dtype.is_floating_point:
+            lines.append(f"{name} has dtype {_word(found.dtype)}, expected {_word(wanted.dtype)}")
     extra = [n for n, t in tensors.items() if n not in layout and t.dtype.is_floating_point]
     return lines + [f"{name} is unknown" for name in extra]
+
+
+def promoted(tensors: Iterable[LazyTensor]) -> torch.dtype:
+    """The dtype that tensors of several are merged in: one that holds the values of all."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -218,16 +221,25 @@ def dtype_of(word: str | None) -> torch.dtype | None:
 
 
 def lay_out(
-    layout: LazyTensors, merged: Iterable[str], merge: Merge, *, limit: int, stem: str
+    layout: LazyTensors,
+    merged: Iterable[str],
+    dtypes: Mapping[str, torch.dtype],
+    recipe: MergeRecipe,
+    *,
+    limit: int,
+    stem: str,
 ) -> list[list[Output]]:
-    """Every output, file by file; a file is full when the next tensor would pass the limit."""
-    wanted, written = dtype_of(merge.recipe.dtype), dtype_of(merge.recipe.out_dtype)
+    """Every output, file by file; a file is full when the next tensor would pass the limit.
+
+    `dtypes` are those to compute in, where it is not the one that the tensor has.
+    """
+    wanted, written = dtype_of(recipe.dtype), dtype_of(recipe.out_dtype)
     chosen = set(merged)
     groups: list[list[tuple[str, torch.dtype, torch.dtype]]] = [[]]
     filled = 0
     for name, tensor in layout.items():
         floating = tensor.dtype.is_floating_point
-        compute = (wanted or tensor.dtype) if floating else tensor.dtype
+        compute = (wanted or dtypes.get(name, tensor.dtype)) if floating else tensor.dtype
         dtype = (written or compute) if floating else tensor.dtype
         size = math.prod(tensor.shape) * dtype.itemsize
         if groups[-1] and filled + size > limit:
@@ -290,49 +302,55 @@ class Resolved:
     depth: float | None
 
 
-def resolve_all(merge: Merge, names: Sequence[str]) -> dict[str, Resolved]:
+def resolve_all(segment: Segment, names: Iterable[str]) -> dict[str, Resolved]:
     """What every parameter is for every tensor. Raises AtlasError if one has no value."""
-    if merge.layers not in (None, layers := count_layers(names)):
-        raise UsageError(
-            f"slices: layer_range ends at {merge.layers}, but the models have {layers} layers"
-        )
-    depths = depths_of(names)
-    return {name: _resolve_one(merge, name, depths[name]) for name in names}
+    return {name: _resolve_one(segment, name) for name in names}
 
 
 def check_together(
-    merge: Merge, resolved: Mapping[str, Resolved], dtypes: Collection[object]
+    method: str, resolved: Mapping[str, Resolved], dtypes: Collection[object]
 ) -> None:
     """Raise UsageError if tensors that are merged as one vector differ in more than their names."""
-    who = f"{merge.method} with scope model"
+    who = f"{method} with scope model"
     first = next(iter(resolved.values()))
     for name, one in resolved.items():
         if (one.models, one.merge) != (first.models, first.merge):
             raise UsageError(f"{who}: give every parameter as one value; {name} has another")
-    if len(dtypes) > 1 and not merge.recipe.dtype:
+    if len(dtypes) > 1:
         raise UsageError(f"{who}: tensors have several dtypes; give a dtype to compute in")
 
 
-def _resolve_one(merge: Merge, name: str, depth: float | None) -> Resolved:
-    row = MERGE_METHODS[merge.method]
+def _resolve_one(segment: Segment, name: str) -> Resolved:
+    """Filters look for what the model itself calls a tensor, or the result for the whole merge."""
+    part, depth = segment.part, segment.depths[name]
+    row = MERGE_METHODS[part.method]
 
-    def value(levels: Sequence[Mapping[str, Any]], key: str, default: Any, whose: str) -> Any:
-        found = resolve(levels, key, name, depth)
+    def value(levels: Levels, key: str, default: Any, own: str, whose: str) -> Any:
+        found = resolve(levels, key, own, depth)
         if found is None and default is None:
             raise AtlasError(f"{name}: no filter gives it a {key}{whose}; add an entry without one")
         return default if found is None else found
 
     models = tuple(
-        {key: value(levels, key, knob.default, f" of {who}") for key, knob in row.per_model.items()}
-        for who, levels in merge.models
+        {
+            key: value(levels, key, knob.default, model.own_name(name), f" of {who}")
+            for key, knob in row.per_model.items()
+        }
+        for (who, levels), model in zip(part.models, segment.models, strict=True)
     )
-    whole = {key: value(merge.levels, key, knob.default, "") for key, knob in row.per_merge.items()}
+    whole = {
+        key: value(part.levels, key, knob.default, name, "") for key, knob in row.per_merge.items()
+    }
     return Resolved(models, whole, depth)
 
 
 def idle_filters(merge: Merge, names: Sequence[str]) -> list[str]:
     """Filters that no tensor's name contains."""
-    tables = [*merge.levels, *(levels[0] for _, levels in merge.models)]
+    tables = [
+        table
+        for part in merge.parts
+        for table in (*part.levels, *(levels[0] for _, levels in part.models))
+    ]
     used = dict.fromkeys(text for table in tables for text in _filters_of(table))
     return [text for text in used if not any(text in name for name in names)]
 
@@ -345,14 +363,20 @@ def _filters_of(parameters: Mapping[str, Any]) -> Iterator[str]:
                 yield entry["filter"]
 
 
-def explained(merge: Merge, resolved: Mapping[str, Resolved], pattern: str) -> list[dict[str, Any]]:
+def explained(
+    segments: Iterable[Segment], resolved: Mapping[str, Resolved], pattern: str
+) -> list[dict[str, Any]]:
     """The parameters of every tensor whose name the regular expression is found in."""
     return [
         {
             "tensor": name,
-            "parameters": one.merge,
-            "models": {who: own for (who, _), own in zip(merge.models, one.models, strict=True)},
+            "parameters": resolved[name].merge,
+            "models": {
+                who: own
+                for (who, _), own in zip(segment.part.models, resolved[name].models, strict=True)
+            },
         }
-        for name, one in resolved.items()
-        if re.search(pattern, name)
+        for segment in segments
+        for name in segment.layout.tensors
+        if name in resolved and re.search(pattern, name)
     ]

@@ -19,10 +19,11 @@ from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merge_methods.method import MergeMethod, Values
 from atlas_cli.merge_methods.tiling import Tile, check_size
 from atlas_cli.merging.plan import Output, Resolved
+from atlas_cli.merging.segments import Model, Segment
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.tensor_names import block_of, normalised, piece
@@ -61,14 +62,6 @@ class Producer(Protocol):
 
 
 @dataclass(frozen=True)
-class Model:
-    """An opened model by the name that the user gave it."""
-
-    reference: str
-    tensors: LazyTensors
-
-
-@dataclass(frozen=True)
 class Conversion:
     """What decides the result beside the recipe's method, and where it is computed."""
 
@@ -82,9 +75,7 @@ class ByMethod:
     """base and models -> a method's formula, tile by tile."""
 
     method: MergeMethod
-    layout: Model
-    base: Model | None
-    models: tuple[Model, ...]
+    segment: Segment
     resolved: Mapping[str, Resolved]
     how: Conversion
 
@@ -93,10 +84,6 @@ class ByMethod:
         """Whether the recipe wants the model taken as one vector."""
         return any(own.merge.get("scope") == "model" for own in self.resolved.values())
 
-    @cached_property
-    def _inputs(self) -> tuple[Model, ...]:
-        return (self.base, *self.models) if self.base else self.models
-
     def whole(self, output: Output) -> bool:
         """Whether the method wants whole tensors."""
         return self.method.whole and output.merged
@@ -104,8 +91,8 @@ class ByMethod:
     def need(self, output: Output) -> int:
         """Inputs as they are stored and as they are computed with, and what the formula holds."""
         tile = max(stop - start for start, stop in output.tiles(whole=self.whole(output)))
-        inputs = len(self._inputs) if output.merged else 1
-        stored = self.layout.tensors[output.name].dtype.itemsize
+        inputs = len(self.segment.inputs) if output.merged else 1
+        stored = self.segment.layout.tensors[output.name].dtype.itemsize
         return tile * (inputs * (stored + output.compute.itemsize + 4) + 4 * _TEMPORARIES)
 
     def statistics(self, outputs: Sequence[Output]) -> Any:
@@ -122,7 +109,8 @@ class ByMethod:
     def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
         """The method's formula, rounded to the dtype of the file."""
         if not output.merged:
-            return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
+            layout = self.segment.layout
+            return copied(layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
         # What spreads is seen in the result, which is checked anyway.
         check = not self.how.allow_nonfinite and not self.method.spreads
         tile = self._tile(output, span, check=check)
@@ -131,7 +119,7 @@ class ByMethod:
 
     def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
         """Every model, if they are merged here; what is copied has been checked."""
-        for model in self._inputs if output.merged else ():
+        for model in self.segment.inputs if output.merged else ():
             check_finite(model.tensors[output.name].span(*span), output.name, model.reference)
 
     def _values(self, name: str) -> Values:
@@ -140,10 +128,10 @@ class ByMethod:
         return Values(own.models, own.merge, int.from_bytes(seed, "big"), own.depth)
 
     def _tile(self, output: Output, span: tuple[int, int], *, check: bool) -> Tile:
-        tensors = [model.tensors[output.name] for model in self._inputs]
+        tensors = [model.tensors[output.name] for model in self.segment.inputs]
 
         def read(start: int, stop: int) -> Iterator[torch.Tensor]:
-            for model, tensor in zip(self._inputs, tensors, strict=True):
+            for model, tensor in zip(self.segment.inputs, tensors, strict=True):
                 values = tensor.span(start, stop)
                 if check:
                     check_finite(values, output.name, model.reference)
@@ -162,13 +150,50 @@ class ByMethod:
         start, shape = span[0], output.shape
         if self.together:
             start, shape = start + self._starts[output.name], (self._starts[""],)
-        return Tile(output.name, start, shape, inputs, self.base is not None)
+        return Tile(output.name, start, shape, inputs, self.segment.base is not None)
 
     @cached_property
     def _starts(self) -> dict[str, int]:
         """Where each merged tensor begins if they follow each other; under "" where all end."""
-        sizes = [math.prod(self.layout.tensors[name].shape) for name in self.resolved]
+        tensors = self.segment.layout.tensors
+        sizes = [math.prod(tensors[name].shape) for name in self.resolved]
         return dict(zip([*self.resolved, ""], accumulate(sizes, initial=0), strict=True))
+
+
+@dataclass(frozen=True)
+class BySegment:
+    """Every output by the producer of its segment. `copied` are left as a model has them."""
+
+    producers: Mapping[str, ByMethod]
+    layout: Model
+    how: Conversion
+    together: bool = False
+
+    def whole(self, output: Output) -> bool:
+        """Whether the method of its segment wants whole tensors."""
+        return output.name in self.producers and self.producers[output.name].whole(output)
+
+    def need(self, output: Output) -> int:
+        """What its segment needs; for a copy, the tile twice."""
+        if output.name in self.producers:
+            return self.producers[output.name].need(output)
+        return 16 * max(stop - start for start, stop in output.tiles())
+
+    def statistics(self, outputs: Sequence[Output]) -> Any:
+        """Those of its segment."""
+        own = self.producers.get(outputs[0].name)
+        return own.statistics(outputs) if own else None
+
+    def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
+        """The values by its segment, or a copy."""
+        if own := self.producers.get(output.name):
+            return own.make(output, span, statistics)
+        return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
+
+    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
+        """The models of its segment."""
+        if own := self.producers.get(output.name):
+            own.check_inputs(output, span)
 
 
 def shape_of(output: Output, span: tuple[int, int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -145,10 +145,10 @@ def check_hashes(merge: Merge, hashes: Mapping[str, Mapping[str, str]]) -> None:
                 )
 
 
-def lock_text(recipe: dict[str, Any]) -> str:
-    """The locked recipe as a file."""
+def lock_text(recipe: dict[str, Any], origins: Sequence[str] = ()) -> str:
+    """The locked recipe as a file; `origins` say where layers come from, a line each."""
     comment = "The recipe of this model, with every input pinned. Merging it gives the same bytes."
-    return write_mapping(recipe, comment)
+    return write_mapping(recipe, "\n".join([comment, *origins]))
 
 
 def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device: str) -> str:

@@ -8,7 +8,7 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 _TEXT_FOLDERS = ("hf_model_name", "hf_tokenizer_name")
 # What companion patterns match, but what describes other weights than those that are written.
 _LEFT = ("*.index.json", "adapter_config.json", "trainer_state.json", "training_args*", "*.bin")
-_DTYPE_KEYS = ("torch_dtype", "dtype")
+_CONFIGS = ("config.json", CONFIG)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def write_model(clip: Clip, changed: Mapping[str, torch.Tensor], folder: Path) -
     with whole_folder(folder) as temporary:
         blueprint = clip.blueprint
         if clip.source.config(CONFIG) is not None:
-            copy_companion_files(clip.source, temporary, None)
+            copy_companion_files(clip.source, temporary)
         _copy_text(clip, temporary)
         config = {"model_cfg": blueprint.model, "preprocess_cfg": blueprint.preprocess}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -82,20 +82,23 @@ def companion_files(source: Source) -> list[Path]:
     )
 
 
-def copy_companion_files(source: Source, folder: Path, dtype: str | None) -> None:
-    """Copy the companion files of a model; config.json gets `dtype` if it names another one."""
+def copy_companion_files(
+    source: Source, folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> None:
+    """Copy the companion files of a model, and its configuration with some values changed."""
     for path in companion_files(source):
-        text = _with_dtype(path, dtype) if path.name == "config.json" and dtype else None
+        text = _changed(path, change) if change and path.name in _CONFIGS else None
         if text is None:
             shutil.copyfile(path, folder / path.name)
         else:
             (folder / path.name).write_text(text, "utf-8")
 
 
-def _with_dtype(path: Path, dtype: str) -> str | None:
+def _changed(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> str | None:
+    """The file with other values; None if none is another one."""
     found = json.loads(path.read_text("utf-8"))
-    changed = {key: dtype for key in _DTYPE_KEYS if found.get(key) not in (None, dtype)}
-    return json.dumps(found | changed, indent=2) + "\n" if changed else None
+    changed = change(found)
+    return json.dumps(changed, indent=2, ensure_ascii=False) + "\n" if changed != found else None
 
 
 def _all_tensors(clip: Clip, changed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

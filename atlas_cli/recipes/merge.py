@@ -15,11 +15,14 @@ from atlas_cli.recipes.merge_checks import (
     SCOPES,
     SourceCheck,
     dtype_problem,
+    idle_keys,
     is_refused,
     method_problem,
     refused_keys,
     semantic_problems,
+    without_idle_keys,
 )
+from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.model import (
     TABLE,
     TABLE_OR_TEXT,
@@ -86,7 +89,7 @@ class ModelEntry(Entry):
 
 
 class LayerEntry(Entry):
-    """As ModelEntry, with the layers it takes part with; all of them, or it is refused."""
+    """As ModelEntry, with the layers that it gives: from the first up to, not with, the last."""
 
     model: str
     layer_range: Annotated[list[int], in_schema(minItems=2, maxItems=2)]
@@ -94,10 +97,19 @@ class LayerEntry(Entry):
 
 
 class SliceEntry(Entry):
-    """Models that are merged from the first to the last layer."""
+    """Layers of the result, and the models that are merged into them."""
 
-    sources: list[LayerEntry]
+    sources: Annotated[list[LayerEntry], in_schema(minItems=1)]
     base_model: str | None = None
+    merge_method: str | None = None
+    parameters: Parameters = None
+
+
+class ModuleEntry(Entry):
+    """A part of a model, such as an encoder, and what is merged into it."""
+
+    models: list[ModelEntry] | None = None
+    slices: list[SliceEntry] | None = None
     parameters: Parameters = None
 
 
@@ -151,8 +163,19 @@ class MergeRecipe(Recipe):
         ),
     ] = None
     slices: Annotated[
-        Annotated[list[SliceEntry], in_schema(minItems=1, maxItems=1)] | None,
-        about("The same as mergekit writes it: one slice, of all layers of every model."),
+        Annotated[list[SliceEntry], in_schema(minItems=1)] | None,
+        about(
+            "Instead of `models`: the layers of the result, slice by slice. A slice has `sources` "
+            "(`model`, `layer_range: [FIRST, END]`, `parameters`) and may have a `base_model`, "
+            "`parameters` and a `merge_method` of its own."
+        ),
+    ] = None
+    modules: Annotated[
+        dict[str, ModuleEntry] | None,
+        about(
+            "Instead of `models`: `models` or `slices` for each part of a model, such as `encoder` "
+            "and `decoder`, or any beginning of tensors' names."
+        ),
     ] = None
     parameters: Annotated[
         Parameters, about("Parameters of the merge, and of models that do not set their own.")
@@ -207,64 +230,106 @@ class MergeRecipe(Recipe):
         return (("", line) for line in semantic_problems(found, context))
 
 
+Range = tuple[int, int]
+Levels = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Models that are merged into some tensors of the result.
+
+    `models` come with their tables of parameters, the most special first. `base` is None for a
+    method that has no use for one. `ranges` are the layers that each model gives; without them
+    every tensor is merged with the one of the same name. `place` is where the recipe says so.
+    """
+
+    place: str
+    module: str | None
+    method: str
+    base: str | None
+    models: tuple[tuple[str, Levels], ...]
+    levels: Levels
+    ranges: Mapping[str, Range] | None = None
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The base, if there is one, and the models."""
+        return (*([self.base] if self.base else []), *(model for model, _ in self.models))
+
+
 @dataclass(frozen=True)
 class Merge:
-    """A recipe in normal form: every model with its tables of parameters, the most special first.
+    """A recipe in normal form.
 
-    `base` is None for a method that has no use for one; `layout` is the model whose names, files
-    and configuration the result has. `raw` is the recipe as it was given.
+    `layout` is the model whose names, files and configuration the result has. `raw` is the recipe
+    as it was given, `idle` what of it has no effect.
     """
 
     method: str
     layout: str
-    base: str | None
-    models: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...]
-    levels: tuple[Mapping[str, Any], ...]
-    layers: int | None
+    parts: tuple[Part, ...]
     recipe: MergeRecipe
     raw: Mapping[str, Any]
+    idle: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:
         """Every model that is read, each once."""
-        given = (self.base, self.layout, *(model for model, _ in self.models))
-        return tuple(dict.fromkeys(text for text in given if text))
+        given = (self.layout, *(model for part in self.parts for model in part.references))
+        return tuple(dict.fromkeys(given))
 
 
-def read_merge(text: str, where: str = "recipe", check_source: SourceCheck | None = None) -> Merge:
+def read_merge(
+    text: str,
+    where: str = "recipe",
+    check_source: SourceCheck | None = None,
+    *,
+    strict: bool = False,
+) -> Merge:
     """Read the recipe of a merge. Raises UsageError with one line for every problem found.
 
-    `check_source` says what is wrong with references to models and task vectors.
+    `check_source` says what is wrong with references to models and task vectors. `strict` takes
+    what has no effect for a problem, too.
     """
     found = parse_mapping(text, where)
-    rest = {key: value for key, value in found.items() if not is_refused(key, value)}
+    idle = idle_keys(found)
+    lines = [f"{where}.{path}: has no effect here" for path in idle] if strict else []
+    known = without_idle_keys(found)
+    rest = {key: value for key, value in known.items() if not is_refused(key, value)}
     problems = problems_of(MergeRecipe, rest, where, check_source)
-    lines = [*refused_keys(found, where), *problems.structure, *problems.values]
+    lines += [*refused_keys(found, where), *problems.structure, *problems.values]
     if lines:
         raise UsageError("\n".join(dict.fromkeys(lines)))
-    return _normal(MergeRecipe.model_validate(rest), rest)
+    return _normal(MergeRecipe.model_validate(rest), rest, idle)
 
 
-def _normal(recipe: MergeRecipe, raw: Mapping[str, Any]) -> Merge:
-    """One list of models, and tables of parameters from the most special to the most general."""
-    levels = [recipe.parameters or {}]
-    base, layers = recipe.base_model, None
-    entries: list[ModelEntry | LayerEntry] = list(recipe.models or [])
-    if recipe.slices:
-        part = recipe.slices[0]
-        entries = list(part.sources)
-        levels.insert(0, part.parameters or {})
-        base, layers = part.base_model or base, part.sources[0].layer_range[1]
-    use = MERGE_METHODS[recipe.merge_method].base
-    listed = [(e.model, (e.parameters or {}, *levels)) for e in entries]
-    if use == "no" and base and base not in [model for model, _ in listed]:
-        listed.append((base, tuple(levels)))
-    layout = base or listed[0][0]
-    others = [one for one in listed if use == "no" or one[0] != base]
+def _normal(recipe: MergeRecipe, raw: Mapping[str, Any], idle: tuple[str, ...]) -> Merge:
+    """Parts in the order of the result's layers; a recipe for task vectors has none."""
+    parts = tuple(_part(group) for group in groups_of(raw))
+    first = parts[0].references[0] if parts else ""
+    return Merge(recipe.merge_method, recipe.base_model or first, parts, recipe, raw, idle)
+
+
+def _part(group: Group) -> Part:
+    levels = tuple(table or {} for table, _ in group.levels)
+    use, base = MERGE_METHODS[group.method].base, group.base
+    listed = [(e["model"], (e.get("parameters") or {}, *levels)) for e in group.listed]
+    if use == "no" and base and not group.sliced and base not in [model for model, _ in listed]:
+        listed.append((base, levels))
+    ranges: dict[str, Range] = {}
+    if group.sliced:
+        ranges = {e["model"]: (e["layer_range"][0], e["layer_range"][1]) for e in group.listed}
     kept = base if use != "no" else None
-    return Merge(
-        *(recipe.merge_method, layout, kept, tuple(others), tuple(levels), layers),
-        *(recipe, raw),
+    if kept and group.sliced:  # a base that is not listed gives the layers of the first source
+        ranges.setdefault(kept, next(iter(ranges.values())))
+    return Part(
+        group.place.removeprefix(".").removesuffix(".sources"),
+        group.module,
+        group.method,
+        kept,
+        tuple(one for one in listed if use == "no" or one[0] != base),
+        levels,
+        ranges if group.sliced else None,
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
-from atlas_cli.recipes.merge_parameters import parameter_problems
+from atlas_cli.recipes.merge_groups import Group, groups_of
+from atlas_cli.recipes.merge_parameters import idle_parameters, parameter_problems
 from atlas_cli.recipes.text import table_problems
 from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
 
@@ -24,7 +25,6 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 SCOPES = ("visual", "text", "all")
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope")
 _REFUSED = {
-    "modules": "merges of several modules; atlas merges whole models",
     "tokenizer": "building a tokenizer; atlas copies the one of the base",
     "chat_template": "replacing the chat template; atlas copies the one of the base",
     "experts": "mixtures of experts",
@@ -32,7 +32,6 @@ _REFUSED = {
     "experts_per_token": "mixtures of experts",
     "shared_experts": "mixtures of experts",
 }
-_RESIDUAL = "residual_weight"
 
 
 def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
@@ -51,6 +50,50 @@ def is_refused(key: object, value: object) -> bool:
     """Whether mergekit knows a key, or this value of it, and atlas does not support it."""
     other = key == "tokenizer_source" and isinstance(value, str) and value != "base"
     return key in _REFUSED or other
+
+
+# What has no effect ---------------------------------------------------------------------------
+
+_IDLE = ("name", "embed_slerp", "random_seed")
+_IDLE_IN_SLICES = ("residual_weight",)
+
+
+def without_idle_keys(found: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The recipe without keys that mean nothing."""
+    kept = {key: value for key, value in found.items() if key not in _IDLE}
+    if isinstance(slices := kept.get("slices"), list):
+        kept["slices"] = [
+            {key: value for key, value in part.items() if key not in _IDLE_IN_SLICES}
+            if isinstance(part, dict)
+            else part
+            for part in slices
+        ]
+    return kept
+
+
+def idle_keys(found: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The paths of all keys and parameters of a recipe that have no effect."""
+    keys = [key for key in _IDLE if key in found]
+    slices = found.get("slices")
+    for number, part in enumerate(slices if isinstance(slices, list) else []):
+        keys += [f"slices[{number}].{key}" for key in _IDLE_IN_SLICES if key in part]
+    tables: dict[str, list[set[str]]] = {}  # what is idle in a table, for each group that reads it
+    for group in groups_of(found):
+        row = MERGE_METHODS.get(group.method) if isinstance(group.method, str) else None
+        if row is None:
+            continue
+        both = {**row.per_merge, **row.per_model}
+        for table, place in group.levels:
+            tables.setdefault(place, []).append({*idle_parameters(table, both, place)})
+        for number, entry in enumerate(group.entries):
+            own = entry.get("parameters") if isinstance(entry, dict) else None
+            place = f"{group.place}[{number}].parameters"
+            tables.setdefault(place, []).append({*idle_parameters(own, row.per_model, place)})
+    idle = [path for each in tables.values() for path in sorted(set.intersection(*each))]
+    return (*keys, *(path.removeprefix(".") for path in idle))
+
+
+# Methods and dtypes ---------------------------------------------------------------------------
 
 
 def method_problem(method: str) -> str | None:
@@ -76,8 +119,7 @@ def semantic_problems(found: Mapping[str, Any], check_source: SourceCheck | None
     if method == "atlas":
         yield from _learned_problems(found, check)
     else:
-        row = MERGE_METHODS.get(method) if isinstance(method, str) else None
-        yield from _model_problems(found, row, check)
+        yield from _model_problems(found, check)
 
 
 def _reference_problems(text: object, where: str, check: SourceCheck) -> Iterator[str]:
@@ -92,7 +134,7 @@ def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[
     for key in ("base_model", "vectors", "coefficients"):
         if found.get(key) is None or (key == "base_model" and found[key] == ""):
             yield f": key '{key}' is missing; merge_method atlas needs it"
-    for key in ("models", "slices", "parameters"):
+    for key in ("models", "slices", "modules", "parameters"):
         if key in found:
             yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
     if found.get("vectors") == []:
@@ -131,105 +173,109 @@ def _file_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str
 # Models ---------------------------------------------------------------------------------------
 
 
-def _model_problems(
-    found: Mapping[str, Any], row: MergeMethod | None, check: SourceCheck
-) -> Iterator[str]:
+def _model_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
     for key in _OURS:
         if key in found:
             yield f": '{key}' belongs to merge_method atlas"
-    neither = found.get("models") is None and found.get("slices") is None
-    if neither or ("models" in found) == ("slices" in found):
-        yield ": expected either 'models' or 'slices'"
-    entries = found.get("models")
-    place, levels = ".models", [(found.get("parameters"), ".parameters")]
-    base = found.get("base_model")
-    if "models" not in found and isinstance(found.get("slices"), list):
-        yield from _slice_problems(found["slices"], ".slices")
-        first = found["slices"][0] if found["slices"] else None
-        if isinstance(first, dict):
-            place, entries = ".slices[0].sources", first.get("sources")
-            levels.insert(0, (first.get("parameters"), ".slices[0].parameters"))
-            base = first.get("base_model") or base
-            yield from _reference_problems(first.get("base_model"), ".slices[0].base_model", check)
-    listed = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
-    for number, entry in enumerate(listed):
-        yield from _reference_problems(entry.get("model"), f"{place}[{number}].model", check)
-    if row is not None and isinstance(entries, list):
-        yield from _number_problems(listed, base, row, place)
-        yield from _value_problems(listed, base, row, place, levels)
-    if row is not None and row.base == "must" and base is None:
-        yield f": key 'base_model' is missing; {found['merge_method']} needs it"
+    yield from _choice_problems(found, "")
+    modules = found.get("modules")
+    for name, module in (modules if isinstance(modules, dict) else {}).items():
+        if isinstance(module, dict):
+            yield from _choice_problems(module, f".modules.{name}")
+    for group in groups_of(found):
+        yield from _group_problems(group, found, check)
 
 
-def _slice_problems(slices: list[Any], where: str) -> Iterator[str]:
-    """Slices must be one, of all layers of every model."""
-    if len(slices) != 1:
-        yield (
-            f"{where}: {len(slices)} slices are not supported: atlas merges whole models of the "
-            "same shape, from the first layer to the last"
-        )
-    for number, part in enumerate(slices):
-        if not isinstance(part, dict):
+def _choice_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
+    """A table lists models in one of several ways."""
+    ways = ("models", "slices") if where else ("models", "slices", "modules")
+    given = [key for key in ways if found.get(key) is not None]
+    if len(given) != 1:
+        listed = " or ".join([", ".join(f"'{way}'" for way in ways[:-1]), f"'{ways[-1]}'"])
+        yield f"{where}: expected either {listed}"
+    elif not found[given[0]]:
+        yield f"{where}.{given[0]}: is empty"
+
+
+def _group_problems(group: Group, found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
+    above = group.place.removesuffix(".sources")
+    if group.base is not found.get("base_model"):
+        yield from _reference_problems(group.base, f"{above}.base_model", check)
+    if group.method is not found.get("merge_method") and isinstance(group.method, str):
+        wrong = method_problem(group.method)
+        wrong = wrong or ("'atlas' merges no slices" if group.method == "atlas" else None)
+        yield from [f"{above}.merge_method: {wrong}"] if wrong else []
+    for number, entry in enumerate(group.entries):
+        if isinstance(entry, dict):
+            where = f"{group.place}[{number}]"
+            yield from _reference_problems(entry.get("model"), f"{where}.model", check)
+    if group.sliced:
+        yield from _range_problems(group)
+    row = MERGE_METHODS.get(group.method) if isinstance(group.method, str) else None
+    if row is None:
+        return
+    yield from _number_problems(group, row)
+    yield from _value_problems(group, row)
+    if row.base == "must" and group.base is None:
+        yield f": key 'base_model' is missing; {group.method} needs it"
+
+
+def _range_problems(group: Group) -> Iterator[str]:
+    """Ranges of layers that begin before they end, and are of the same length in a slice."""
+    lengths = set()
+    for number, entry in enumerate(group.entries):
+        span = entry.get("layer_range") if isinstance(entry, dict) else None
+        if not isinstance(span, list) or not all(type(end) is int for end in span):
             continue
-        if _RESIDUAL in part:
-            yield f"{where}[{number}]: '{_RESIDUAL}' is not supported"
-        ranges = [
-            tuple(entry["layer_range"])
-            for entry in part.get("sources") or []
-            if isinstance(entry, dict) and isinstance(entry.get("layer_range"), list)
-        ]
-        bad = [found for found in ranges if len(found) != 2 or found[0] != 0]
-        if len(slices) == 1 and (bad or len(set(ranges)) > 1):
-            listed = ", ".join(str(list(found)) for found in ranges)
+        if len(span) != 2 or not 0 <= span[0] < span[1]:
             yield (
-                f"{where}[{number}]: layer_range {listed} is not supported: expected [0, N] for "
-                "every model, with N the number of its layers"
+                f"{group.place}[{number}].layer_range: expected [FIRST, END] with 0 <= FIRST < END "
+                f"(the layer END is not taken any more), found {span}"
             )
+        else:
+            lengths.add(span[1] - span[0])
+    if len(lengths) > 1:
+        listed = " and ".join(map(str, sorted(lengths)))
+        yield f"{group.place}: layer_range must be of the same length for all, found {listed}"
 
 
-def _number_problems(
-    entries: Sequence[Mapping[str, Any]], base: object, row: MergeMethod, where: str
-) -> Iterator[str]:
-    names = [entry.get("model") for entry in entries]
+def _number_problems(group: Group, row: MergeMethod) -> Iterator[str]:
+    names = [entry.get("model") for entry in group.listed]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-        yield f"{where}: {name} is given twice"
-    count = len([name for name in names if row.base == "no" or name != base])
+        yield f"{group.place}: {name} is given twice"
+    count = len([name for name in names if row.base == "no" or name != group.base])
     low, high = row.models
     beside = " beside the base" if row.base != "no" else ""
     if count < low:
-        yield f"{where}: expected {low} or more models{beside}, found {count}"
+        yield f"{group.place}: expected {low} or more models{beside}, found {count}"
     elif high is not None and count > high:
-        yield f"{where}: expected {high} model{'s' * (high > 1)}{beside}, found {count}"
+        plural = "s" * (high > 1)
+        yield f"{group.place}: expected {high} model{plural}{beside}, found {count}"
 
 
-def _value_problems(
-    entries: Sequence[Mapping[str, Any]],
-    base: object,
-    row: MergeMethod,
-    where: str,
-    levels: list[tuple[Any, str]],
-) -> Iterator[str]:
+def _value_problems(group: Group, row: MergeMethod) -> Iterator[str]:
     """Parameters that are unknown, out of range, or missing."""
     both = {**row.per_merge, **row.per_model}
-    for table, place in levels:
+    for table, place in group.levels:
         if table is not None:
-            yield from parameter_problems(table, both, {}, place)
-    general = {key for table, _ in levels if isinstance(table, dict) for key in table}
-    for number, entry in enumerate(entries):
+            yield from parameter_problems(table, both, place)
+    general = {key for table, _ in group.levels if isinstance(table, dict) for key in table}
+    for number, entry in enumerate(group.entries):
+        if not isinstance(entry, dict):
+            continue
         own = entry.get("parameters")
         if own is not None:
-            place = f"{where}[{number}].parameters"
-            yield from parameter_problems(own, row.per_model, row.per_merge, place)
+            yield from parameter_problems(own, row.per_model, f"{group.place}[{number}].parameters")
         given = general | (set(own) if isinstance(own, dict) else set())
-        if row.base == "no" or entry.get("model") != base:
+        if row.base == "no" or entry.get("model") != group.base:
             for key, parameter in row.per_model.items():
                 if parameter.default is None and key not in given:
-                    yield f"{where}[{number}]: parameter '{key}' is missing"
+                    yield f"{group.place}[{number}]: parameter '{key}' is missing"
     for key, parameter in row.per_merge.items():
         if parameter.default is None and key not in general:
-            yield f"{levels[-1][1]}: parameter '{key}' is missing"
-    names = [entry.get("model") for entry in entries]
-    if row.base == "no" and isinstance(base, str) and base not in names:
+            yield f"{group.levels[-1][1]}: parameter '{key}' is missing"
+    names, base = [entry.get("model") for entry in group.listed], group.base
+    if row.base == "no" and isinstance(base, str) and base not in names and not group.sliced:
         for key, parameter in row.per_model.items():
             if parameter.default is None and key not in general:
-                yield f"{where}: base_model {base} is not listed, so it has no '{key}'"
+                yield f"{group.place}: base_model {base} is not listed, so it has no '{key}'"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import UsageError, nearest
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Parameters = Mapping[str, Parameter]
 
 
+# What no method of atlas takes, but recipes of mergekit have: it stores or did something else.
+_ELSEWHERE = ("int8_mask", "embed_slerp", "consensus_method", "consensus_threshold", "name")
 Scalar = float | bool | str
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -23,21 +25,32 @@ _LAYER = re.compile(r"\.(\d+)\.")
 # Checking -------------------------------------------------------------------------------------
 
 
-def parameter_problems(
-    found: Any, known: Parameters, elsewhere: Parameters, where: str
-) -> Iterator[str]:
-    """What is wrong with a table of parameters. `elsewhere` belong to another table."""
+def parameter_problems(found: Any, known: Parameters, where: str) -> Iterator[str]:
+    """What is wrong with a table of parameters."""
     if not isinstance(found, dict):
         yield f"{where}: expected keys and values, found {type(found).__name__}"
         return
     for name, setting in found.items():
         if name in known:
             yield from _setting_problems(setting, known[name], f"{where}.{name}")
-        elif name in elsewhere:
-            yield f"{where}: '{name}' is one for the whole merge; give it under parameters"
-        else:
+        elif name not in _meaningful():
             listed = f" (there are: {', '.join(known)})" if known else " (there are none)"
             yield f"{where}: unknown parameter '{name}'{nearest(str(name), known)}{listed}"
+
+
+def idle_parameters(found: Any, known: Parameters, where: str) -> Iterator[str]:
+    """The paths of parameters that another method has and this one does not look at."""
+    for name, setting in found.items() if isinstance(found, dict) else ():
+        if name not in known and name in _meaningful():
+            yield f"{where}.{name}"
+        elif isinstance(setting, list) and len(setting) == 1 and not isinstance(setting[0], dict):
+            yield f"{where}.{name} (a gradient of one value)"
+
+
+def _meaningful() -> Collection[str]:
+    """Parameters of any method."""
+    rows = MERGE_METHODS.values()
+    return {*_ELSEWHERE} | {name for row in rows for name in (*row.per_model, *row.per_merge)}
 
 
 def _setting_problems(setting: Any, parameter: Parameter, where: str) -> Iterator[str]:
@@ -46,8 +59,8 @@ def _setting_problems(setting: Any, parameter: Parameter, where: str) -> Iterato
         for number, entry in enumerate(entries):
             yield from _condition_problems(entry, parameter, f"{where}[{number}]")
     elif isinstance(setting, list):
-        if len(setting) < 2:
-            yield f"{where}: a gradient has two values or more, found {len(setting)}"
+        if not setting:
+            yield f"{where}: a gradient has two values or more, found 0"
         for number, value in enumerate(setting):
             yield from _scalar_problems(value, parameter, f"{where}[{number}]")
     else:
@@ -146,12 +159,6 @@ def depths_of(names: Iterable[str]) -> dict[str, float | None]:
 
 def _depth(layer: int, count: int) -> float:
     return layer / (count - 1) if count > 1 else 1.0
-
-
-def count_layers(names: Iterable[str]) -> int:
-    """The number of layers of the longest stack."""
-    matches = (_LAYER.search(name) for name in names)
-    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 # Methods on a command line ---------------------------------------------------------------------

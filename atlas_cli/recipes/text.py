@@ -199,6 +199,12 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
         return True
 
 
+# YAML 1.1 takes 1e-10 for text, because it has no point; everybody who writes it means a number.
+_EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
+for _kind in (_Strict, _Dumper):  # the writer quotes text that the reader would take for a number
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789"])
+
+
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Strict)

@@ -31,9 +31,12 @@ WEIGHT_NAMES = (
     "open_clip_pytorch_model.safetensors",
     "model.safetensors",
     "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
     "open_clip_pytorch_model.bin",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.bin",
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
@@ -151,6 +154,10 @@ def choose_weights(names: Collection[str], where: str) -> str:
     if len(loose) == 1:
         return loose[0]
     found = f"several: {', '.join(loose[:4])}; name one of them" if loose else "none"
+    if not loose and any(name.endswith(".gguf") for name in names):
+        found = "GGUF, which llama.cpp runs; take the model that it was converted from"
+    elif not loose and "model_index.json" in names:
+        found = "a diffusers pipeline; name one of its parts, such as its folder unet"
     raise AtlasError(f"{where}: expected one weight file, found {found}")
 
 

@@ -1,0 +1,95 @@
+"""Models are opened, brought to the same names and tensors, and given to what makes values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from atlas_cli.errors import UsageError
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.merging.plan import (
+    Resolved,
+    check_fit,
+    check_together,
+    dtype_of,
+    open_layout,
+    open_like,
+    promoted,
+    resolve_all,
+)
+from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
+from atlas_cli.merging.provenance import Located
+from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
+from atlas_cli.models.language import is_head, reconciled
+from atlas_cli.recipes.merge import Merge
+from atlas_cli.registry import MERGE_METHODS
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a merge reads, opened and found to fit.
+
+    `layout` has the tensors of the result in their order, of which `merged` are computed in the
+    dtypes of `compute`, and all others copied. `base` are the tensors of the model whose
+    configuration the result has.
+    """
+
+    layout: Mapping[str, LazyTensor]
+    merged: Sequence[str]
+    compute: Mapping[str, torch.dtype]
+    base: LazyTensors
+    producer: Producer
+    resolved: Mapping[str, Resolved]
+    segments: Sequence[Segment] = ()
+    untied: bool = False  # whether the result has a head that the layout's model does not store
+
+
+def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
+    """Open every model, and check that all fit each other. No value is read."""
+    layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
+    if merge.method == "atlas":
+        learned = open_learned(merge.recipe, located[merge.layout].model, layout, how)
+        names = [name for name in layout.tensors if learned.changes(name)]
+        return Inputs(layout.tensors, names, {}, layout.tensors, learned, {})
+    opened = {merge.layout: layout.tensors}
+    for reference in merge.references:
+        if reference not in opened:
+            opened[reference] = open_like(reference, located[reference], layout.tensors)
+    opened = reconciled(opened)
+    found = _arrange(merge, opened, how)
+    heads = [name for name in found.layout if is_head(name) and name.endswith("weight")]
+    return replace(found, untied=any(name not in layout.tensors for name in heads))
+
+
+def _arrange(merge: Merge, opened: Mapping[str, LazyTensors], how: Conversion) -> Inputs:
+    segments = segments_of(merge, opened)
+    check_outputs(segments)
+    producers: dict[str, ByMethod] = {}
+    layout: dict[str, LazyTensor] = {}
+    resolved: dict[str, Resolved] = {}
+    compute: dict[str, torch.dtype] = {}
+    for segment in segments:
+        check_fit(segment.layout.tensors, {one.reference: one.tensors for one in segment.inputs})
+        tensors = segment.layout.tensors
+        names = [n for n, t in tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
+        own = resolve_all(segment, names)
+        made = ByMethod(MERGE_METHODS[segment.part.method], segment, own, how)
+        producers |= dict.fromkeys(tensors, made)
+        layout |= tensors
+        resolved |= own
+        compute |= {n: promoted(model.tensors[n] for model in segment.inputs) for n in names}
+    copies = left_out(merge, opened)
+    base = opened[merge.layout]
+    many = BySegment(producers, Model(merge.layout, copies), how)
+    first = next(iter(producers.values()))
+    producer: Producer = first if len(segments) == 1 and not copies else many
+    if any(one.together for one in producers.values()):
+        if producer is many:
+            raise UsageError("scope: model needs one list of models; slices and modules have more")
+        kinds = set() if merge.recipe.dtype else set(compute.values())
+        check_together(merge.method, resolved, kinds)
+    if wanted := dtype_of(merge.recipe.dtype):
+        compute = dict.fromkeys(compute, wanted)
+    return Inputs({**layout, **copies}, [*resolved], compute, base, producer, resolved, segments)

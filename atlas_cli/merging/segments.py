@@ -1,0 +1,288 @@
+"""Parts of a recipe -> tensors of the result, each with the tensors that it is merged from.
+
+A result may be stacked from layers of several models. Here every model of a part gets the names
+that its tensors have in the result, so that whoever computes values need not know of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.models.language import (
+    LayerName,
+    Restacked,
+    is_before_layers,
+    layer_of,
+    module_of,
+    stacks_of,
+    with_layers,
+)
+from atlas_cli.recipes.merge import Merge, Part, Range
+from atlas_cli.recipes.merge_parameters import depths_of
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model by the name that the user gave it. `names` are its own, where they differ."""
+
+    reference: str
+    tensors: LazyTensors
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """What the model calls a tensor of the result."""
+        return self.names.get(name, name)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tensors of the result that are merged from the same models by the same method.
+
+    `layout` has the names, shapes and order of them. `depths` tell where each is in the layers of
+    its slice: 0 first, 1 last, None outside of any.
+    """
+
+    part: Part
+    layout: Model
+    base: Model | None
+    models: tuple[Model, ...]
+    depths: Mapping[str, float | None]
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the result, by stack
+
+    @property
+    def inputs(self) -> tuple[Model, ...]:
+        """Whatever is read: the base first, if there is one."""
+        return (self.base, *self.models) if self.base else self.models
+
+
+def segments_of(merge: Merge, opened: Mapping[str, LazyTensors]) -> list[Segment]:
+    """The tensors of the result, in their order, part by part."""
+    if merge.parts[0].module is None:
+        return _stacked(merge, merge.parts, opened, lambda name: True)
+    found: list[Segment] = []
+    known = dict.fromkeys(str(part.module) for part in merge.parts)
+    for module, parts in groupby(merge.parts, key=lambda part: part.module):
+        listed = list(parts)
+
+        def mine(name: str, module: str | None = module) -> bool:
+            return module_of(name, known) == module
+
+        if not any(mine(name) for name in opened[listed[0].references[0]]):
+            stacks = ", ".join(stacks_of(opened[merge.layout])) or "none"
+            raise UsageError(
+                f"modules.{module}: no tensor of {listed[0].references[0]} belongs to it; "
+                f"a module may also be the beginning of names (stacks of layers: {stacks})"
+            )
+        found += _stacked(merge, listed, opened, mine)
+    return found
+
+
+def left_out(merge: Merge, opened: Mapping[str, LazyTensors]) -> dict[str, LazyTensor]:
+    """Tensors of the layout's model that no module of the recipe has: they are copied."""
+    if merge.parts[0].module is None:
+        return {}
+    known = [str(part.module) for part in merge.parts]
+    tensors = opened[merge.layout]
+    return {name: t for name, t in tensors.items() if module_of(name, known) not in known}
+
+
+def _stacked(
+    merge: Merge,
+    parts: Sequence[Part],
+    opened: Mapping[str, LazyTensors],
+    mine: Callable[[str], bool],
+) -> list[Segment]:
+    chosen = {
+        who: {name: t for name, t in opened[who].items() if mine(name)}
+        for part in parts
+        for who in part.references
+    }
+    if parts[0].ranges is None:
+        return [_whole(parts[0], chosen, merge.layout)]
+    stack = _stack_of(parts[0], chosen[parts[0].references[0]])
+    found, done = [], 0
+    for part in parts:
+        assert part.ranges is not None
+        length = _check_ranges(part, part.ranges, chosen, stack)
+        places = (part is parts[0], part is parts[-1])
+        found.append(_slice(part, chosen, stack, range(done, done + length), places))
+        done += length
+    return found
+
+
+def _whole(part: Part, chosen: Mapping[str, LazyTensors], wanted: str) -> Segment:
+    models = {who: Model(who, chosen[who]) for who in part.references}
+    layout = models.get(wanted) or models[part.references[0]]
+    return Segment(part, layout, *_roles(part, models), depths_of(layout.tensors))
+
+
+def _roles(part: Part, models: Mapping[str, Model]) -> tuple[Model | None, tuple[Model, ...]]:
+    return models[part.base] if part.base else None, tuple(models[who] for who, _ in part.models)
+
+
+# Slices ---------------------------------------------------------------------------------------
+
+
+def _stack_of(part: Part, tensors: LazyTensors) -> str:
+    """The stack of layers that slices are of."""
+    stacks = stacks_of(tensors)
+    large = [stack for stack, count in stacks.items() if count > 1] or [*stacks]
+    if len(large) != 1:
+        who, kind = part.references[0], f"{len(large)} stacks of layers" if large else "no layers"
+        names = f" ({', '.join(large)})" if large else ""
+        way = "; give slices for each under modules" if large else ""
+        raise UsageError(f"{part.place}: {who} has {kind}{names}{way}")
+    return large[0]
+
+
+def _check_ranges(
+    part: Part, ranges: Mapping[str, Range], chosen: Mapping[str, LazyTensors], stack: str
+) -> int:
+    """The number of layers of a slice. Raises UsageError for layers that a model does not have."""
+    for who, (_, end) in ranges.items():
+        if end > (count := stacks_of(chosen[who]).get(stack, 0)):
+            raise UsageError(
+                f"{part.place}: layer_range ends at {end}, but {who} has {count} layers"
+            )
+    first, end = ranges[part.references[0]]
+    return end - first
+
+
+def _slice(
+    part: Part,
+    chosen: Mapping[str, LazyTensors],
+    stack: str,
+    layers: range,
+    places: tuple[bool, bool],
+) -> Segment:
+    """Layers of the result; the first slice also gives what is before them, the last the rest."""
+    names = {
+        who: dict(_renamed(chosen[who], stack, (part.ranges or {})[who][0], layers, places))
+        for who in part.references
+    }
+    models = {
+        who: Model(who, {new: chosen[who][old] for new, old in own.items()}, own)
+        for who, own in names.items()
+    }
+    layout = models[part.references[0]]
+    depths = {name: _depth(layer_of(name), stack, layers) for name in layout.tensors}
+    return Segment(part, layout, *_roles(part, models), depths, {stack: [*layers]})
+
+
+def _renamed(
+    tensors: LazyTensors, stack: str, first: int, layers: range, places: tuple[bool, bool]
+) -> Iterator[tuple[str, str]]:
+    """The names that tensors have in the result, in its order, and their own."""
+    inside: dict[int, list[LayerName]] = {}
+    outside: list[str] = []
+    for name in tensors:
+        at = layer_of(name)
+        if at is None or at.stack != stack:
+            outside.append(name)
+        else:
+            inside.setdefault(at.layer, []).append(at)
+    before, behind = places
+    yield from ((name, name) for name in outside if before and is_before_layers(name))
+    for offset, layer in enumerate(layers):
+        for at in inside.get(first + offset, ()):
+            yield f"{stack}.{layer}.{at.rest}", f"{stack}.{at.layer}.{at.rest}"
+    yield from ((name, name) for name in outside if behind and not is_before_layers(name))
+
+
+def _depth(at: LayerName | None, stack: str, layers: range) -> float | None:
+    if at is None or at.stack != stack:
+        return None
+    return (at.layer - layers.start) / (len(layers) - 1) if len(layers) > 1 else 1.0
+
+
+# What is told of them -------------------------------------------------------------------------
+
+
+def origins(segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    """Where the layers of a result come from that is put together of slices."""
+    return [
+        {
+            "stack": stack,
+            "layers": [layers[0], layers[-1] + 1],
+            "method": segment.part.method,
+            "sources": [
+                {"model": who, "layer_range": list(span)}
+                for who, span in (segment.part.ranges or {}).items()
+            ],
+        }
+        for segment in segments
+        for stack, layers in segment.layers.items()
+    ]
+
+
+def origin_lines(segments: Sequence[Segment]) -> list[str]:
+    """The same in words, a line for each slice."""
+    lines = []
+    for one in origins(segments):
+        given = ", ".join(
+            f"{source['model']} {_span(source['layer_range'])}" for source in one["sources"]
+        )
+        lines.append(f"{one['stack']} {_span(one['layers'])}: {one['method']} of {given}")
+    return lines
+
+
+def _span(ends: Sequence[int]) -> str:
+    return f"{ends[0]}-{ends[1] - 1}" if ends[1] - ends[0] > 1 else f"{ends[0]}"
+
+
+def restacked(
+    segments: Sequence[Segment], tensors: LazyTensors, configs: Mapping[str, Mapping[str, Any]]
+) -> list[Restacked]:
+    """What a configuration must know of stacks that are put together of slices.
+
+    `tensors` are those of the model that the configuration is of.
+    """
+    layers: dict[str, list[tuple[Mapping[str, Any], int]]] = {}
+    for segment in segments:
+        for stack, numbers in segment.layers.items():
+            who = segment.layout.reference
+            first = (segment.part.ranges or {})[who][0]
+            taken = [(configs.get(who) or {}, first + offset) for offset in range(len(numbers))]
+            layers.setdefault(stack, []).extend(taken)
+    counts = stacks_of(tensors)
+    return [Restacked(stack, counts.get(stack, 0), taken) for stack, taken in layers.items()]
+
+
+def changed_config(config: Mapping[str, Any], changes: Sequence[Restacked]) -> dict[str, Any]:
+    """A configuration for all stacks that were put together anew."""
+    result = dict(config)
+    for change in changes:
+        result = with_layers(result, change)
+    return result
+
+
+def check_outputs(segments: Sequence[Segment]) -> None:
+    """Raise MismatchError if a tensor of the result would be made twice."""
+    seen: set[str] = set()
+    for segment in segments:
+        if twice := seen & segment.layout.tensors.keys():
+            raise MismatchError(f"{segment.part.place}: {min(twice)} is made twice")
+        seen |= segment.layout.tensors.keys()
+
+
+def with_tensors(
+    segment: Segment, change: Callable[[str, Mapping[str, Model]], Mapping[str, LazyTensor]]
+) -> Segment:
+    """The segment with some tensors replaced: `change` gives those of a name, by model."""
+    inputs = {model.reference: model for model in (segment.layout, *segment.inputs)}
+    tensors = {who: dict(model.tensors) for who, model in inputs.items()}
+    for name in segment.layout.tensors:
+        for who, tensor in change(name, inputs).items():
+            tensors[who][name] = tensor
+    models = {who: replace(model, tensors=tensors[who]) for who, model in inputs.items()}
+    return replace(
+        segment,
+        layout=models[segment.layout.reference],
+        base=models[segment.base.reference] if segment.base else None,
+        models=tuple(models[model.reference] for model in segment.models),
+    )
