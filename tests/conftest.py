@@ -16,6 +16,7 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -187,6 +188,42 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code, captured.out, captured.err)
 
     return call_main
+
+
+@pytest.fixture
+def merge(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Merge a recipe into a folder, where ./base and ./m1 to ./m3 are, and give the folder."""
+    from merge_runs import ROOMY, llama, write_model, write_recipe
+
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        write_model(tmp_path / ("base" if number == 0 else f"m{number}"), llama(number))
+
+    def run(recipe: dict[str, Any], *flags: str, to: str = "out") -> Path:
+        path = write_recipe(tmp_path / f"{to}.yaml", recipe)
+        result = call("merge", path, "-o", to, *ROOMY, *flags)
+        assert (result.code, result.out) == (0, f"{to}\n"), result.err
+        return tmp_path / to
+
+    return run
+
+
+@pytest.fixture
+def refused(call, merge: Callable[..., Path], tmp_path: Path):
+    """What a merge says when it fails, and that it leaves nothing behind."""
+    from merge_runs import ROOMY, write_recipe
+
+    def run(recipe: dict[str, Any], *flags: str, code: int = 1) -> str:
+        before = {path.name for path in tmp_path.iterdir()} | {"bad.yaml"}
+        result = call(
+            "merge", write_recipe(tmp_path / "bad.yaml", recipe), "-o", "out", *ROOMY, *flags
+        )
+        assert (result.code, result.out) == (code, ""), result.err
+        assert {path.name for path in tmp_path.iterdir()} == before
+        assert len(result.error_lines) == 1
+        return result.err
+
+    return run
 
 
 def write_open_clip(

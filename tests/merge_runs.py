@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
 Tensors = dict[str, torch.Tensor]
+ROOMY = ("--memory", "8GB")  # the process of the tests itself is in the budget
 
 
 def llama(seed: int, *, layers: int = 3, width: int = 8, dtype: torch.dtype = torch.float32):

@@ -56,6 +56,9 @@ EvaluationFile = Annotated[
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Merge NaN and Inf instead of stopping.")
 ]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse recipes with parameters that have no effect.")
+]
 
 
 def merge(
@@ -72,6 +75,7 @@ def merge(
     evaluation: EvaluationFile = None,
     push: Push = None,
     allow_nonfinite: AllowNonfinite = False,
+    strict: Strict = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -94,7 +98,7 @@ def merge(
         raise UsageError("--explain shows the plan; give --dry-run with it")
     budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
     _check(push, explain)
-    checked = _read_recipe(recipe)
+    checked = _read_recipe(recipe, strict=strict)
     shown = _read_evaluation(evaluation) if evaluation else None
     options = MergeOptions(budget, threads, device, shard, force, shown, allow_nonfinite)
     target = output or Path("merged")
@@ -127,11 +131,11 @@ def _check(push: str | None, explain: str | None) -> None:
         raise UsageError(f"--explain: not a regular expression: {problem}") from None
 
 
-def _read_recipe(name: str) -> Merge:
+def _read_recipe(name: str, *, strict: bool) -> Merge:
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
     from atlas_cli.sources.references import source_problems
 
-    return read_merge(*read_text(_recipe_of(name)), source_problems)
+    return read_merge(*read_text(_recipe_of(name)), source_problems, strict=strict)
 
 
 def _recipe_of(name: str) -> str:
@@ -160,7 +164,7 @@ def _read_evaluation(path: Path) -> Evaluated:
 
 
 class _Listener(ExitStack):
-    """Shows a bar on stderr while a merge writes, and warns of filters that match nothing."""
+    """Shows a bar on stderr while a merge writes, and warns of what has no effect."""
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__()
@@ -168,11 +172,13 @@ class _Listener(ExitStack):
         self._advance: Callable[[int], None] = lambda count: None
 
     def __call__(self, event: MergeEvent) -> None:
-        from atlas_cli.merging.merge import BytesWritten, FilterUnused, MergeStarted
+        from atlas_cli.merging.merge import BytesWritten, FilterUnused, MergeStarted, SettingsUnused
 
         match event:
             case FilterUnused(text):
                 console.warn(f"filter '{text}' is in the name of no tensor")
+            case SettingsUnused(paths):
+                console.warn(f"no effect here: {', '.join(paths)}")
             case MergeStarted(total):
                 bar = console.progress("merging", total, quiet=self._quiet)
                 self._advance = self.enter_context(bar)

@@ -38,7 +38,7 @@ from atlas_cli.merging.provenance import (
     take_hashes,
     written_hashes,
 )
-from atlas_cli.merging.segments import changed_config, origin_lines, restacked
+from atlas_cli.merging.segments import changed_config, origins, restacked
 from atlas_cli.models.folders import companion_files, copy_companion_files
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
@@ -206,7 +206,7 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(folder / f"{_stem(request)}.safetensors.index.json", listed)
-    write_text(folder / MANIFEST, lock_text(recipe, origin_lines(prepared.inputs.segments)))
+    write_text(folder / MANIFEST, lock_text(recipe, origins(prepared.inputs.segments)))
     shown = None
     if request.evaluation:
         digests = written_hashes(prepared.plan, folder)  # they tell which results are of this model

@@ -22,7 +22,7 @@ from atlas_cli.merging.plan import (
 from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
-from atlas_cli.models.language import is_head, reconciled
+from atlas_cli.models.language import is_head, is_untied, reconciled
 from atlas_cli.recipes.merge import Merge
 from atlas_cli.registry import MERGE_METHODS
 
@@ -57,7 +57,8 @@ def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -
     for reference in merge.references:
         if reference not in opened:
             opened[reference] = open_like(reference, located[reference], layout.tensors)
-    opened = reconciled(opened)
+    configs = {who: located[who].model.config("config.json") or {} for who in opened}
+    opened = reconciled(opened, [who for who, config in configs.items() if is_untied(config)])
     found = _arrange(merge, opened, how)
     heads = [name for name in found.layout if is_head(name) and name.endswith("weight")]
     return replace(found, untied=any(name not in layout.tensors for name in heads))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.merging.provenance import MANIFEST, Evaluated, Located
+from atlas_cli.merging.provenance import MANIFEST, Evaluated, Located, origin_lines
 from atlas_cli.sources.locate import COMPANION_FILES, locate
 from atlas_cli.sources.references import parse_reference, source_problems
 
@@ -53,6 +53,13 @@ class FilterUnused:
 
 
 @dataclass(frozen=True)
+class SettingsUnused:
+    """Keys and parameters of the recipe, by their paths, that have no effect."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MergeStarted:
     """Values are about to be computed; the files of weights will have so many bytes."""
 
@@ -66,7 +73,7 @@ class BytesWritten:
     count: int
 
 
-MergeEvent = FilterUnused | MergeStarted | BytesWritten
+MergeEvent = FilterUnused | SettingsUnused | MergeStarted | BytesWritten
 MergeListener = Callable[[MergeEvent], None]
 
 
@@ -99,6 +106,7 @@ class MergePlan:
     threads: int
     beside: list[str]
     files: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
     explained: list[dict[str, Any]]
     outputs: list[dict[str, Any]]
 
@@ -111,6 +119,7 @@ class MergePlan:
             f"memory   {self.peak_memory / 1e6:,.1f} MB at most, {self.threads} threads",
             f"beside   {', '.join(self.beside) or 'nothing'}",
         ]
+        lines += [f"layers   {line}" for line in origin_lines(self.layers)]
         for one in self.explained:
             values = {key: one[key] for key in ("parameters", "models")}
             lines.append(f"{one['tensor']}: {json.dumps(values)}")
@@ -168,6 +177,7 @@ def plan_merge(
 
     from atlas_cli.merging.execute import peak_memory
     from atlas_cli.merging.plan import explained
+    from atlas_cli.merging.segments import origins
 
     plan, inputs = prepared.plan, prepared.inputs
     merged = sum(tensor.merged for tensor in plan.outputs)
@@ -182,6 +192,7 @@ def plan_merge(
         threads=prepared.request.limits.threads,
         beside=prepared.companions,
         files=[{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
+        layers=origins(inputs.segments),
         explained=explained(inputs.segments, inputs.resolved, explain) if explain else [],
         outputs=[tensor.facts() for tensor in plan.outputs],
     )
@@ -202,6 +213,8 @@ def _checked(recipe: Merge | str | Path) -> Merge:
 def _prepare(
     merge: Merge, target: Path, options: MergeOptions, on_event: MergeListener
 ) -> PreparedMerge:
+    if merge.idle:
+        on_event(SettingsUnused(merge.idle))
     located = _locate(merge)
     _check_inputs(target, located)
 

@@ -145,10 +145,25 @@ def check_hashes(merge: Merge, hashes: Mapping[str, Mapping[str, str]]) -> None:
                 )
 
 
-def lock_text(recipe: dict[str, Any], origins: Sequence[str] = ()) -> str:
-    """The locked recipe as a file; `origins` say where layers come from, a line each."""
+def lock_text(recipe: dict[str, Any], origins: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The locked recipe as a file; `origins` say where the layers of a stack come from."""
     comment = "The recipe of this model, with every input pinned. Merging it gives the same bytes."
-    return write_mapping(recipe, "\n".join([comment, *origins]))
+    return write_mapping(recipe, "\n".join([comment, *origin_lines(origins)]))
+
+
+def origin_lines(origins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where layers come from, a line for each slice."""
+    lines = []
+    for one in origins:
+        given = (f"{each['model']} {_span(each['layer_range'])}" for each in one["sources"])
+        lines.append(
+            f"{one['stack']} {_span(one['layers'])}: {one['method']} of {', '.join(given)}"
+        )
+    return lines
+
+
+def _span(ends: Sequence[int]) -> str:
+    return f"{ends[0]}-{ends[1] - 1}" if ends[1] - ends[0] > 1 else f"{ends[0]}"
 
 
 def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device: str) -> str:

@@ -220,21 +220,6 @@ def origins(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     ]
 
 
-def origin_lines(segments: Sequence[Segment]) -> list[str]:
-    """The same in words, a line for each slice."""
-    lines = []
-    for one in origins(segments):
-        given = ", ".join(
-            f"{source['model']} {_span(source['layer_range'])}" for source in one["sources"]
-        )
-        lines.append(f"{one['stack']} {_span(one['layers'])}: {one['method']} of {given}")
-    return lines
-
-
-def _span(ends: Sequence[int]) -> str:
-    return f"{ends[0]}-{ends[1] - 1}" if ends[1] - ends[0] > 1 else f"{ends[0]}"
-
-
 def restacked(
     segments: Sequence[Segment], tensors: LazyTensors, configs: Mapping[str, Mapping[str, Any]]
 ) -> list[Restacked]:

@@ -6,7 +6,7 @@ Facts about names, for models whose code is not at hand. Nothing is read here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,17 +125,24 @@ def module_of(name: str, known: Iterable[str]) -> str | None:
 # Models that differ in what they store --------------------------------------------------------
 
 
-def reconciled(models: Mapping[str, LazyTensors]) -> dict[str, LazyTensors]:
+def reconciled(
+    models: Mapping[str, LazyTensors], untied: Collection[str] = ()
+) -> dict[str, LazyTensors]:
     """The models with the same heads, and without buffers that only some of them store.
 
-    A model whose head is its embedding need not store it twice; another one may.
+    A model whose head is its embedding need not store it twice; another one may. Those that are
+    `untied` by their configuration must store a head.
     """
     names = dict.fromkeys(name for tensors in models.values() for name in tensors)
     heads = [name for name in names if is_head(name) and name.endswith("weight")]
     apart = {name for name in names if not all(name in tensors for tensors in models.values())}
     return {
         who: {name: t for name, t in tensors.items() if not _is_left(name, t, apart)}
-        | {name: tied for name in heads if name in apart and (tied := tied_to(tensors, name))}
+        | {
+            name: tied
+            for name in heads
+            if who not in untied and name in apart and (tied := tied_to(tensors, name))
+        }
         for who, tensors in models.items()
     }
 
@@ -148,6 +155,13 @@ def _is_left(name: str, tensor: LazyTensor, apart: set[str]) -> bool:
 def tied_to(tensors: LazyTensors, head: str) -> LazyTensor | None:
     """The head of a model: its own, or the embedding that takes its place."""
     return tensors.get(head) or next((t for n, t in tensors.items() if is_embedding(n)), None)
+
+
+def is_untied(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration says that the head is another tensor than the embedding."""
+    inner = config.get("text_config")
+    tables = (config, inner if isinstance(inner, Mapping) else {})
+    return any(table.get("tie_word_embeddings") is False for table in tables)
 
 
 # Settings -------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def _choice_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
     if len(given) != 1:
         listed = " or ".join([", ".join(f"'{way}'" for way in ways[:-1]), f"'{ways[-1]}'"])
         yield f"{where}: expected either {listed}"
-    elif not found[given[0]]:
+    elif given[0] != "models" and found[given[0]] in ([], {}):
         yield f"{where}.{given[0]}: is empty"
 
 
