@@ -1,9 +1,9 @@
 """Names that recipes use, and what they stand for; plugins add names of their own.
 
-There is a registry for each kind of thing: merge methods, objectives, granularities and kinds of
-datasets. A registry imports the modules that fill it on the first lookup. Only if the name is not
-among theirs, or if all names are wanted, are plugins loaded: a distribution announces one by an
-entry point of the group `atlas.plugins`, which names a module that registers things when it is
+There is a registry for each kind of thing: merge methods, objectives, granularities, adapters and
+kinds of datasets. A registry imports the modules that fill it on the first lookup. Only if the name
+is not among theirs, or if all names are wanted, are plugins loaded: a distribution announces one by
+an entry point of the group `atlas.plugins`, which names a module that registers things when it is
 imported, or a function that registers them when it is called.
 
 Nothing here imports torch, and neither may a module that a registry names.
@@ -25,12 +25,14 @@ from atlas_cli.errors import AtlasError, UsageError, nearest
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from atlas_cli.core.adapters import Adapter
     from atlas_cli.core.granularity import Layout
     from atlas_cli.merge_methods.method import MergeMethod
 
 GROUP = "atlas.plugins"
 Entry = TypeVar("Entry")
 Function = TypeVar("Function", bound=Callable[..., Any])
+AdapterKind = TypeVar("AdapterKind", bound="Adapter")
 _LOCK = threading.RLock()  # reentrant: a module that is being loaded may look names up
 
 
@@ -262,11 +264,22 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.learned",
 )
 GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
+ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
 NEEDS = ("labels", "prior", "weak")
 OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.learning.objectives")
 DATASET_KINDS: Registry[Registered] = Registry(
     "kind of dataset", "atlas_cli.datasets.folders", "atlas_cli.datasets.builtin"
 )
+
+
+def adapter(name: str) -> Callable[[type[AdapterKind]], type[AdapterKind]]:
+    """Register a subclass of `core.adapters.Adapter` as a kind of head that `fit` learns."""
+
+    def register(kind: type[AdapterKind]) -> type[AdapterKind]:
+        ADAPTERS.add(name, kind(), kind)
+        return kind
+
+    return register
 
 
 def objective(

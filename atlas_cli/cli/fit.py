@@ -26,10 +26,26 @@ AllowTarget = Annotated[
 ]
 
 
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME",
+        help="A head on top: tip, tip-f, lpp, probe or prolip; without vectors on the base.",
+    ),
+]
+AdapterStage = Annotated[
+    str | None,
+    typer.Option("--adapter-stage", metavar="WHEN", help="joint with the coefficients, or after."),
+]
+
+
 @learning_command
 def fit(
     data: Data,
     allow_target: AllowTarget = False,
+    adapter: Adapter = None,
+    adapter_stage: AdapterStage = None,
     *,
     flags: dict[str, Any],
     options: RunOptions,
@@ -44,6 +60,7 @@ def fit(
     from atlas_cli.learning.fit import fit as run
     from atlas_cli.recipes.learning import FitRecipe
 
-    own = given_flags({"allow_target": allow_target})
-    recipe = given_recipe(FitRecipe, data, {**flags, **own})
+    own = {"allow_target": allow_target, "adapter": adapter, "adapter_stage": adapter_stage}
+    needed = () if adapter else ("vectors",)
+    recipe = given_recipe(FitRecipe, data, {**flags, **given_flags(own)}, needed)
     run_learning(partial(run, recipe, options), output)

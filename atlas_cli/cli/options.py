@@ -333,11 +333,15 @@ _EXAMPLES = {
 
 
 def given_recipe(
-    schema: type[AnyRecipe], data: str | Sequence[str], flags: Mapping[str, Any]
+    schema: type[AnyRecipe],
+    data: str | Sequence[str],
+    flags: Mapping[str, Any],
+    needed: Collection[str] = (),
 ) -> AnyRecipe:
     """The recipe of a command: a file with the flags laid over it, or the flags alone.
 
-    `data` is a text if the recipe's data is one, else a list.
+    `data` is a text if the recipe's data is one, else a list. `needed` are keys that must be given
+    here though a recipe may do without them.
     """
     from atlas_cli.recipes.model import check_recipe, read_recipe
 
@@ -345,7 +349,8 @@ def given_recipe(
     if not others and (first == "-" or first.endswith((".yaml", ".yml"))):
         return read_recipe(schema, *console.read_text(first), flags)
     for key, field in schema.model_fields.items():
-        if field.is_required() and key != "data" and not flags.get(key):
+        required = key in needed or (field.is_required() and key != "data")
+        if required and not flags.get(key):
             raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
     return check_recipe(schema, {"data": data, **flags}, "--")
 

@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Classifier = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]  # weights, or a learned head
 
 
-def logits_of(features: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """head @ norm(features), (images, classes). The head holds the model's logit scale."""
+def logits_of(features: torch.Tensor, head: Classifier) -> torch.Tensor:
+    """head @ norm(features), (images, classes), or what a learned head makes of the features.
+
+    The weights hold the model's logit scale.
+    """
+    if not isinstance(head, torch.Tensor):
+        return head(features)
     return F.normalize(features, dim=-1) @ head.T
 
 

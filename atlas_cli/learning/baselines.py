@@ -8,13 +8,16 @@ from typing import Any, TypedDict
 
 import torch
 
+from atlas_cli.core.adapters import Head
+from atlas_cli.core.losses import Classifier
 from atlas_cli.core.storage import decode
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import hits, predict, score
-from atlas_cli.learning.selection import policy_for, search_tables
+from atlas_cli.learning.selection import Selection, policy_for, search_tables
 from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
+from atlas_cli.models.headed import features_for
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
 from atlas_cli.recipes.text import parse_individual
 from atlas_cli.registry import MERGE_METHODS
@@ -119,7 +122,7 @@ def disentanglement(
 
 
 def _predictions(
-    setup: Setup, coefficients: torch.Tensor, kept: set[int], pixels: Pixels, head: torch.Tensor
+    setup: Setup, coefficients: torch.Tensor, kept: set[int], pixels: Pixels, head: Classifier
 ) -> torch.Tensor:
     table = torch.zeros_like(coefficients)
     for number in kept:
@@ -148,12 +151,13 @@ class TaskClasses(TypedDict):
     classes: dict[str, ClassAccuracy]
 
 
-def by_class(ready: PreparedRun, coefficients: torch.Tensor) -> list[TaskClasses]:
-    """Zero-shot and with coefficients, for every class of every task that has images."""
+def by_class(ready: PreparedRun, selection: Selection) -> list[TaskClasses]:
+    """Zero-shot and with what was learned, for every class of every task that has images."""
     setup = ready.setup
     chosen = [_images(ready, task) for task in range(len(setup.tasks))]
-    before = _hits(ready, setup.table(), chosen)
-    after = _hits(ready, coefficients, chosen)
+    before = _hits(ready, setup.table(), setup.heads, chosen)
+    heads = (selection.head,) if selection.head else setup.heads
+    after = _hits(ready, selection.coefficients, heads, chosen)
     return [
         {
             "task": ready.inputs.datasets[task].name,
@@ -183,14 +187,18 @@ def _images(ready: PreparedRun, task: int) -> _Chosen:
 
 
 def _hits(
-    ready: PreparedRun, coefficients: torch.Tensor, chosen: Sequence[_Chosen]
+    ready: PreparedRun,
+    coefficients: torch.Tensor,
+    heads: Sequence[torch.Tensor | Head],
+    chosen: Sequence[_Chosen],
 ) -> list[torch.Tensor]:
-    model, heads = ready.setup.model, ready.setup.heads
+    model = ready.setup.model
     model.load(coefficients)
-    return [
-        hits(predict(model, pixels, indices, head), pixels.labels[list(indices)])
-        for (pixels, indices, _), head in zip(chosen, heads, strict=True)
-    ]
+    found = []
+    for (pixels, indices, _), head in zip(chosen, heads, strict=True):
+        with features_for(model, head):
+            found.append(hits(predict(model, pixels, indices, head), pixels.labels[list(indices)]))
+    return found
 
 
 def _classes(

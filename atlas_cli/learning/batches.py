@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from atlas_cli.core.losses import Loss, cross_entropy, logits_of
+from atlas_cli.core.losses import Classifier, Loss, cross_entropy, logits_of
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
@@ -60,10 +60,10 @@ class StatelessData:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The images of one task, its frozen head, its loss, and its share of a batch."""
+    """The images of one task, its head, its loss, and its share of a batch."""
 
     pixels: Pixels
-    head: torch.Tensor
+    head: Classifier
     loss: Loss = cross_entropy
     share: float = 1.0
 
@@ -190,7 +190,7 @@ class TaskScore:
 
 
 def score(
-    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: Classifier
 ) -> TaskScore:
     """Classify images as evaluation does, with the weights that the model has loaded."""
     logits = predict(model, pixels, indices, head)
@@ -209,13 +209,19 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def predict(
-    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: torch.Tensor
+    model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: Classifier
 ) -> torch.Tensor:
     """The logits of images as evaluation sees them, (images, classes)."""
-    found = []
-    for start in range(0, len(indices), _SCORED_AT_ONCE):
-        images = pixels.fixed(indices[start : start + _SCORED_AT_ONCE])
-        found.append(logits_of(model.features(images), head).cpu())
+    with torch.no_grad():
+        return logits_of(features_of(model, pixels, indices), head).cpu()
+
+
+def features_of(model: FunctionalModel, pixels: Pixels, indices: Sequence[int]) -> torch.Tensor:
+    """The features of images as evaluation sees them, (images, width), not of length 1."""
+    found = [
+        model.features(pixels.fixed(indices[start : start + _SCORED_AT_ONCE]))
+        for start in range(0, len(indices), _SCORED_AT_ONCE)
+    ]
     return torch.cat(found)
 
 

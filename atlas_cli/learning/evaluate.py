@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
+from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model, zero_shot_head
+from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model
+from atlas_cli.models.heads import head_of
 from atlas_cli.parallel import signals_held
 from atlas_cli.sources.locate import Source
 
@@ -78,7 +79,7 @@ def predict(
     """The prediction for every image, and how many broken ones were left out."""
     if not dataset.labelled:
         raise DataError(f"{dataset.name}: has no labels; eval needs a sub-folder per class")
-    head = zero_shot_head(clip, dataset.classes, dataset.templates, watcher.warn)
+    head = head_of(clip, dataset.classes, dataset.templates, watcher.warn)
     size = loading.batch_size or _DEFAULT_BATCH[clip.device.type]
     predictions: list[Prediction] = []
     skipped = 0
@@ -101,12 +102,12 @@ def predict(
     return predictions, skipped
 
 
-def classify(clip: Clip, head: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """head @ norm(features), (images, classes); in halves, and halves of those, if memory ends."""
+def classify(clip: Clip, head: Classifier, images: torch.Tensor) -> torch.Tensor:
+    """The logits of images, (images, classes); in halves, and halves of those, if memory ends."""
     try:
         with torch.inference_mode():
             features = clip.module.encode_image(images.to(clip.device))  # type: ignore[operator]
-            return (F.normalize(features, dim=-1) @ head.T).cpu()
+            return logits_of(features, head).cpu()
     except RuntimeError as problem:
         if not _is_out_of_memory(problem):
             raise

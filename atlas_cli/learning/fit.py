@@ -20,10 +20,13 @@ from atlas_cli.learning.run import (
 )
 
 if TYPE_CHECKING:
+    from atlas_cli.core.losses import Classifier
     from atlas_cli.learning.batches import LabelledObjective, TaskScore
+    from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.merge import LearnedRecipe
 
 _SCORED = {
     "last": "on the images it learned from",
@@ -62,30 +65,72 @@ class Fitting(LearningVerb):
             raise DataError(f"{name}: its classes are not those of {dataset.name}")
         return (dataset,), (judges,)
 
+    @property
+    def trains(self) -> bool:
+        """Without vectors there are no coefficients, and a head is fitted to fixed features."""
+        return bool(self.recipe.vectors)
+
     def objective(self, setup: Setup) -> tuple[LabelledObjective, Policy]:
         """Cross-entropy on the images of one task."""
         from atlas_cli.learning.batches import LabelledObjective, TaskData
+        from atlas_cli.learning.heads import attach, check_adapter, headed
         from atlas_cli.learning.selection import policy_for
         from atlas_cli.learning.setup import training_of
 
+        recipe, start = self.recipe, setup.table()
+        head: Classifier = setup.heads[0]
+        policy = policy_for(recipe.select, setup.tasks, recipe.seed)
+        if recipe.adapter != "none":
+            check_adapter(setup, recipe.adapter)
+        if self._joint:
+            start = attach(setup, recipe.adapter, recipe.lr)
+            head = headed(setup).logits
         objective = LabelledObjective(
             setup.model,
-            (TaskData(setup.tasks[0], setup.heads[0]),),
-            training_of(self.recipe),
+            (TaskData(setup.tasks[0], head),),
+            training_of(recipe),
             recognise,
-            setup.table(),
+            start,
             judges=setup.judges,
             scaled=setup.scaled,
         )
-        return objective, policy_for(self.recipe.select, setup.tasks, self.recipe.seed)
+        return objective, policy
+
+    @property
+    def _joint(self) -> bool:
+        return self.recipe.adapter != "none" and self.recipe.adapter_stage == "joint"
+
+    def needs_folder(self, ready: PreparedRun) -> str | None:
+        """A tuned projection is a task vector."""
+        if self.recipe.adapter == "prolip":
+            return "adapter prolip writes a task vector"
+        return super().needs_folder(ready)
+
+    def complete(self, ready: PreparedRun, selection: Selection) -> Selection:
+        """The selection with its head."""
+        if self.recipe.adapter == "none":
+            return selection
+        from atlas_cli.learning.heads import completed
+
+        return completed(ready.setup, selection, self.recipe.adapter, self.recipe.adapter_stage)
+
+    def learned(
+        self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
+    ) -> LearnedRecipe:
+        """The recipe that merges what was learned, with the head."""
+        from atlas_cli.learning.heads import with_head
+
+        recipe = super().learned(ready, selection, folder)
+        return with_head(recipe, ready.setup, selection, folder)
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """The accuracy before and after."""
-        assert selection.before is not None
-        assert selection.after is not None
+        select, method = self.recipe.select, self._method
+        if selection.before is None or selection.after is None:  # folds score coefficients alone
+            return Report(f"{source_of(ready)}", (f"{method} is fitted",), {"adapter": method})
         before, after = (score.values["accuracy"] for score in (selection.before, selection.after))
-        select, method = self.recipe.select, self.recipe.method
-        scored = _SCORED.get(select, f"on {select[4:]}")
+        after_all = self.recipe.adapter != "none" and not self._joint
+        scored = _SCORED["last"] if after_all else _SCORED.get(select, f"on {select[4:]}")
         note = f"zero-shot {100 * before:.2f} -> {method} {100 * after:.2f} {scored}"
         if not selection.improved:
             note = f"nothing beat zero-shot ({100 * before:.2f} {scored}): all coefficients are 0"
@@ -93,7 +138,20 @@ class Fitting(LearningVerb):
             f"{source_of(ready)}\n"
             f"Accuracy {scored}: zero-shot {100 * before:.2f}, {method} {100 * after:.2f}."
         )
-        return Report(comment, (note,), {"zero_shot": before, "learned": after})
+        facts: dict[str, object] = {"zero_shot": before, "learned": after}
+        if self.recipe.adapter != "none":
+            facts["adapter"] = self.recipe.adapter
+        return Report(comment, (note,), facts)
+
+    @property
+    def _method(self) -> str:
+        """What was done, in a few words."""
+        recipe = self.recipe
+        if recipe.adapter == "none":
+            return recipe.method
+        if not recipe.vectors:
+            return recipe.adapter
+        return f"{recipe.method} {'with' if self._joint else 'and then'} {recipe.adapter}"
 
 
 def recognise(scores: Sequence[TaskScore], references: Sequence[TaskScore]) -> Score:

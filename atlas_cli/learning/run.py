@@ -154,6 +154,19 @@ class LearningVerb(ABC):
         """The inputs with other vectors, written into the run's folder, if some must be made."""
         yield inputs
 
+    @property
+    def trains(self) -> bool:
+        """Whether there are steps to take."""
+        return True
+
+    def needs_folder(self, ready: PreparedRun) -> str | None:
+        """What the result holds that does not go into one text, if anything."""
+        return "there are too many coefficients for one text" if ready.large else None
+
+    def complete(self, ready: PreparedRun, selection: Selection) -> Selection:
+        """The selection with what is still worked out once the coefficients are known."""
+        return selection
+
     def check(self, ready: PreparedRun) -> None:  # noqa: B027 (most have nothing to check)
         """Raise UsageError if what is asked for cannot be done with what was opened."""
 
@@ -162,9 +175,10 @@ class LearningVerb(ABC):
         return ready.setup.scales(self.farthest)
 
     def learned(
-        self, ready: PreparedRun, coefficients: torch.Tensor, folder: RunFolder | None
+        self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
     ) -> LearnedRecipe:
         """The recipe that merges what was learned."""
+        coefficients = selection.coefficients
         file = folder.keep_large(coefficients) if folder and ready.large else None
         return ready.learned(coefficients, file)
 
@@ -268,13 +282,12 @@ def learn(
     """
     with prepare(verb, options, on_event) as ready:
         on_event(Planned(ready.plan()))
-        if ready.large and options.folder is None:
-            raise UsageError(
-                "there are too many coefficients for one text; give a folder with -o DIR"
-            )
+        if options.folder is None and (reason := verb.needs_folder(ready)):
+            raise UsageError(f"{reason}; give a folder with -o DIR")
         folder = open_folder(options.folder, ready.config, resume=options.resume)
         try:
             selection = _selected(verb, ready, folder, options, on_event, stop)
+            selection = verb.complete(ready, selection)
             stopped = stop()
             report = verb.report(ready, selection, brief=stopped)
             return _finished(verb, ready, folder, selection, report, stopped=stopped)
@@ -303,8 +316,13 @@ def _selected(
 ) -> Selection:
     """The coefficients that training or a search finds."""
     from atlas_cli.learning.loop import CoefficientTrainer, train
-    from atlas_cli.learning.selection import search_tables
+    from atlas_cli.learning.selection import Selection, search_tables
 
+    if not verb.trains:
+        fold = ready.policy.folds[0]
+        zero = ready.setup.table()
+        scored = fold.scored_on is not None or ready.setup.judges
+        return Selection(zero, ready.objective.judge(fold, zero) if scored else None, None)
     if verb.recipe.method == "search":
 
         def tried() -> Iterator[torch.Tensor]:
@@ -344,12 +362,12 @@ def _finished(
         "improved": selection.improved,
         "select": ready.inputs.recipe.select,
     }
-    recipe = verb.learned(ready, selection.coefficients, folder)
+    recipe = verb.learned(ready, selection, folder)
     text = write_recipe(recipe, f"Learned by atlas {__version__} {report.comment}")
     if folder:
         classes = {}
         if verb.labelled and not stopped:
-            classes = {"classes": by_class(ready, selection.coefficients)}
+            classes = {"classes": by_class(ready, selection)}
         table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
         folder.finish(text, table, {**recorded, **classes})
     coefficients = None if ready.unnamed else ready.table(selection.coefficients)

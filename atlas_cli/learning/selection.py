@@ -15,6 +15,7 @@ from atlas_cli.errors import AtlasError, DataError
 from atlas_cli.learning.batches import generator_of
 
 if TYPE_CHECKING:
+    from atlas_cli.core.adapters import Head
     from atlas_cli.learning.loop import Objective
 
 _HELD_OUT = 4  # one image in so many of a class
@@ -220,18 +221,20 @@ def _by_class(pixels: Pixels, seed: int) -> list[list[int]]:
 class Selection:
     """The coefficients that are kept, and the scores of zero-shot and of them, if anything scored.
 
-    `scores` are those of all candidates, zero-shot first; a search keeps none of them.
+    `scores` are those of all candidates, zero-shot first; a search keeps none of them. `head` is
+    what was learned on top of the features, if anything was.
     """
 
     coefficients: torch.Tensor
     before: Score | None
     after: Score | None
     scores: tuple[Score, ...] = ()
+    head: Head | None = None
 
     @property
     def improved(self) -> bool:
-        """Whether anything beat zero-shot; if not, the coefficients are zero."""
-        return bool(self.coefficients.any())
+        """Whether anything beat zero-shot; if not, the coefficients are zero, with no head."""
+        return bool(self.coefficients.any()) or self.head is not None
 
 
 def select(best: torch.Tensor, scores: Scores) -> Selection:

@@ -24,6 +24,8 @@ from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Policy
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
+from atlas_cli.models.headed import HeadedModel
+from atlas_cli.models.heads import head_of
 from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
@@ -32,6 +34,7 @@ from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_t
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
 
 if TYPE_CHECKING:
+    from atlas_cli.core.adapters import Head
     from atlas_cli.learning.run import Inputs
 
 _PREFIX = "visual."
@@ -48,7 +51,7 @@ class Setup:
     layout: Layout
     model: ComposedModel
     tasks: tuple[Pixels, ...]
-    heads: tuple[torch.Tensor, ...]
+    heads: tuple[torch.Tensor | Head, ...]
     judges: tuple[Pixels, ...]
 
     def table(self, value: float = 0.0) -> torch.Tensor:
@@ -125,6 +128,8 @@ class PreparedRun:
         """What is about to be learned, in words."""
         pool, memory = self.pool, self.inputs.recipe.memory
         rows, columns = self.setup.model.composition.shape
+        if not pool.members and self.setup.inputs.command == "fit":
+            return (f"no vectors: {self.inputs.recipe.adapter} is fitted to the base's features",)
         if not pool.members:
             return (f"{columns} numbers of LayerNorms are tuned",)
         kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
@@ -175,11 +180,15 @@ def labels_of(layout: Layout, member: Member) -> set[str]:
     found: set[str] = set()
     for name, placement in layout.placements.items():
         if name in member.vector.names:
-            if isinstance(placement, granularity.Segments):
-                found |= {layout.labels[column] for column in placement.columns}
-            else:
-                found |= set(layout.labels[placement.first : placement.first + placement.parts])
+            found |= set(placed_labels(layout, placement))
     return found
+
+
+def placed_labels(layout: Layout, placement: granularity.Placement) -> list[str]:
+    """The coefficients that scale something of a block."""
+    if isinstance(placement, granularity.Segments):
+        return [layout.labels[column] for column in placement.columns]
+    return list(layout.labels[placement.first : placement.first + placement.parts])
 
 
 def _entry(member: Member) -> dict[str, str]:
@@ -216,7 +225,7 @@ def prepared(
     budget = parse_bytes(recipe.memory)
     norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
     pool = Pool((), (), (), "as stored", 0)
-    if not norms:
+    if inputs.vectors:
         pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
     if isinstance(recipe, FitRecipe) and not recipe.allow_target:
         refuse_target(pool, inputs.datasets[0])
@@ -225,16 +234,18 @@ def prepared(
     room = _PIXELS // (len(inputs.datasets) + len(inputs.judges))
     tasks = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.datasets)
     judges = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.judges)
+    # What is fitted with labels starts from the texts; what adapts takes the head that there is.
+    choose = head_of if isinstance(recipe, TtaRecipe) else zero_shot_head
     heads = tuple(
-        zero_shot_head(clip, dataset.classes, dataset.templates, warn)
-        for dataset in inputs.datasets
+        choose(clip, dataset.classes, dataset.templates, warn) for dataset in inputs.datasets
     )
     composition = compose_pool(pool, base, layout, clip.device)
     with thread_pool_for(module, inputs.threads) as thread_pool:
         if norms:
             model: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:
-            model = ComposedModel(
+            kind = HeadedModel if isinstance(recipe, FitRecipe) else ComposedModel
+            model = kind(
                 module,
                 composition,
                 prefix=_PREFIX,

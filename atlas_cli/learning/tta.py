@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -44,10 +43,9 @@ if TYPE_CHECKING:
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.learning.unlabelled import UnlabelledObjective
     from atlas_cli.recipes.learning import TtaRecipe
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe
 
 _SHOWN = 20  # classes of a histogram
-_SCOPE = "visual"
 _STREAM = "stdin"
 
 
@@ -97,14 +95,17 @@ class Adapting(LearningVerb):
         return objective, policy_for(select, setup.tasks, self.recipe.seed)
 
     def learned(
-        self, ready: PreparedRun, coefficients: torch.Tensor, folder: RunFolder | None
+        self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
     ) -> LearnedRecipe:
         """The recipe that merges what was learned: for LayerNorms, their own task vector."""
         if self.recipe.tune != "layernorm":
-            return super().learned(ready, coefficients, folder)
-        if folder is None:
+            recipe = super().learned(ready, selection, folder)
+        elif folder is None:
             raise UsageError("--tune layernorm writes a task vector; give a folder with -o DIR")
-        return _write_vector(ready, coefficients, folder.folder / "layernorm.safetensors")
+        else:
+            path = folder.folder / "layernorm.safetensors"
+            recipe = _write_vector(ready, selection.coefficients, path)
+        return recipe.model_copy(update={"head": _head_beside(ready)})
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """What the images look like to the model before and after, and which rule decided."""
@@ -135,6 +136,18 @@ class Adapting(LearningVerb):
         return Report(comment, (f"{decided}; {changes}",), facts, _rows(histograms))
 
 
+def _head_beside(ready: PreparedRun) -> HeadEntry | None:
+    """The learned head beside the base, if the images were classified by it."""
+    from atlas_cli.models.heads import HEAD
+    from atlas_cli.recipes.merge import HeadEntry
+    from atlas_cli.sources.locate import sha256_of
+
+    head, path = ready.setup.heads[0], ready.inputs.model.folder / HEAD
+    if not hasattr(head, "adapter"):
+        return None
+    return HeadEntry(adapter=head.adapter, file=str(path), sha256=sha256_of(path))
+
+
 def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     """The images, with classes to choose from but nothing that says which they are of.
 
@@ -162,28 +175,13 @@ def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
     """Write tuned LayerNorms as a task vector; the recipe adds all of it."""
-    from atlas_cli.io.checkpoint import write_tensors
-    from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
-    from atlas_cli.sources.locate import locate, sha256_of
-    from atlas_cli.sources.references import parse_reference
-    from atlas_cli.vectors.bases import open_base
-    from atlas_cli.vectors.extract import Options, extract_to
+    from atlas_cli.learning.tuned_vector import write_tuned
+    from atlas_cli.recipes.merge import LearnedRecipe
     from atlas_cli.vectors.format import open_vector
 
     inputs = ready.inputs
-    base = open_base(inputs.model, _SCOPE)
     changed = ready.setup.model.load(values)
-    tensors = {name: block.read() for name, block in base.blocks.items()}
-    tensors |= {name: tensor.cpu().clone() for name, tensor in changed.items()}
-    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
-        tuned = Path(folder) / "tuned.safetensors"
-        write_tensors(tuned, tensors)
-        source = locate(parse_reference(str(tuned)))
-        # The folder is gone afterwards, and its name would differ between runs.
-        told = f"LayerNorms tuned on {inputs.datasets[0].name}"
-        source = replace(source, reference=replace(source.reference, text=told))
-        extract_to(path, path.stem, base, source, Options())
-    entry = VectorEntry(name=path.stem, file=str(path), sha256=sha256_of(path))
+    entry = write_tuned(inputs, changed, path, f"LayerNorms tuned on {inputs.datasets[0].name}")
     blocks = [block.name for block in open_vector(path).header.blocks if block.norm]
     return LearnedRecipe(
         merge_method="atlas",
@@ -357,7 +355,10 @@ def _finish(
     tensors: Mapping[str, torch.Tensor],
     facts: Mapping[str, object],
 ) -> None:
-    recipe = verb.learned(ready, tensors["walker.coefficients"], folder)
+    from atlas_cli.learning.selection import Selection
+
+    found = Selection(tensors["walker.coefficients"], None, None)
+    recipe = verb.learned(ready, found, folder)
     table = recipe.coefficients if isinstance(recipe.coefficients, dict) else None
     comment = f"Learned by atlas {__version__} from {facts['seen']} images on stdin."
     folder.finish(write_recipe(recipe, comment), table)

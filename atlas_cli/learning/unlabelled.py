@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
+from atlas_cli.core.adapters import Head
 from atlas_cli.core.losses import (
     PredictionStatistics,
     Trusted,
@@ -64,7 +65,7 @@ class UnlabelledObjective:
 
     model: ComposedModel
     pixels: Pixels
-    head: torch.Tensor
+    head: torch.Tensor | Head
     prior: torch.Tensor
     training: TrainingConfig
     config: UnlabelledConfig

@@ -23,7 +23,14 @@ from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import StagingFolder, check_space, write_text
 from atlas_cli.merging.inputs import Inputs, open_inputs
 from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files
-from atlas_cli.merging.produce import CPU, Conversion, Producer, check_finite, is_finite
+from atlas_cli.merging.produce import (
+    CPU,
+    Conversion,
+    Producer,
+    check_finite,
+    is_finite,
+    open_entry,
+)
 from atlas_cli.merging.provenance import (
     MANIFEST,
     Evaluated,
@@ -40,6 +47,7 @@ from atlas_cli.merging.provenance import (
 )
 from atlas_cli.merging.segments import changed_config, origins, restacked
 from atlas_cli.models.folders import companion_files, copy_companion_files
+from atlas_cli.models.heads import HEAD, SavedHead, write_head
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
 from atlas_cli.recipes.merge import Merge
@@ -82,6 +90,7 @@ class PreparedMerge:
     inputs: Inputs
     plan: Plan
     peak: int  # bytes of memory for the largest tile
+    head: SavedHead | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -93,7 +102,8 @@ class PreparedMerge:
     def companions(self) -> list[str]:
         """The files that are copied along with the weights."""
         layout = self.request.located[self.request.merge.layout]
-        return [path.name for path in companion_files(layout.model)]
+        names = [path.name for path in companion_files(layout.model)]
+        return [*names, HEAD] if self.head else names
 
 
 # Preparing ------------------------------------------------------------------------------------
@@ -113,7 +123,8 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     plan = plan_files(groups, _metadata(promise))
     check_device(plan, limits)
     peak = check_memory(plan, inputs.producer, limits)
-    return PreparedMerge(request, inputs, plan, peak)
+    head = open_entry(merge.recipe.head) if merge.recipe.head else None
+    return PreparedMerge(request, inputs, plan, peak, head)
 
 
 def _stem(request: MergeRequest) -> str:
@@ -207,6 +218,8 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(folder / f"{_stem(request)}.safetensors.index.json", listed)
     write_text(folder / MANIFEST, lock_text(recipe, origins(prepared.inputs.segments)))
+    if prepared.head:
+        write_head(folder / HEAD, prepared.head)
     shown = None
     if request.evaluation:
         digests = written_hashes(prepared.plan, folder)  # they tell which results are of this model

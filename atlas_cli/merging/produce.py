@@ -26,10 +26,11 @@ from atlas_cli.merging.plan import Output, Resolved
 from atlas_cli.merging.segments import Model, Segment
 from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import open_model
+from atlas_cli.models.heads import SavedHead, head_from_text, open_head
 from atlas_cli.models.tensor_names import block_of, normalised, piece
 from atlas_cli.native.operands import Operands
-from atlas_cli.recipes.merge import MergeRecipe, VectorFile
-from atlas_cli.sources.locate import Source
+from atlas_cli.recipes.merge import HeadEntry, MergeRecipe, VectorFile
+from atlas_cli.sources.locate import Source, sha256_of
 from atlas_cli.vectors.format import in_scope
 from atlas_cli.vectors.pool import Pool, moved, open_pool
 
@@ -305,7 +306,9 @@ def open_learned(
     names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(STATISTICS)]
     if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):
         names = _in_order_of_module(source)  # a bare tensor has no names: they are in its order
-    pool = open_pool(paths, blocks, names, scope=recipe.scope)
+    pool = Pool((), (), (), "as stored", 0)
+    if paths:
+        pool = open_pool(paths, blocks, names, scope=recipe.scope)
     _check_entries(entries, pool)
     columns = choose_layout(pool.shapes, recipe.granularity, recipe.groups, recipe.seed)
     table = coefficient_table(recipe.coefficients, pool, columns)
@@ -314,6 +317,16 @@ def open_learned(
         transformers=tensor_names.is_transformers(layout.tensors),
         how=how,
     )
+
+
+def open_entry(entry: HeadEntry) -> SavedHead:
+    """The learned head of a recipe. Raises MismatchError if its file is not what it was."""
+    if entry.data is not None:
+        return head_from_text(entry.data)
+    path = Path(entry.file or "").expanduser()
+    if entry.sha256 is not None and sha256_of(path) != entry.sha256:
+        raise MismatchError(f"{path}: is not the head that the recipe speaks of: another sha256")
+    return open_head(path)
 
 
 def _check_entries(entries: Sequence[VectorFile], pool: Pool) -> None:

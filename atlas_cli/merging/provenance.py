@@ -98,10 +98,11 @@ def _sources(merge: Merge, located: Mapping[str, Located]) -> Iterator[tuple[str
 
 
 def loose_files(merge: Merge) -> list[str]:
-    """Files that a recipe names beside its models: task vectors, and a table of coefficients."""
+    """Files that a recipe names beside its models: task vectors, coefficients and a head."""
     recipe = merge.recipe
     files = [entry.file for entry in recipe.vectors or []]
-    return files + ([recipe.coefficients] if isinstance(recipe.coefficients, str) else [])
+    files += [recipe.coefficients] if isinstance(recipe.coefficients, str) else []
+    return files + ([recipe.head.file] if recipe.head and recipe.head.file else [])
 
 
 def promised_hashes(merge: Merge, located: Mapping[str, Located]) -> dict[str, dict[str, str]]:

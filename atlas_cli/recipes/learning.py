@@ -39,7 +39,7 @@ from atlas_cli.recipes.text import (
     parse_schedule,
     parse_shares,
 )
-from atlas_cli.registry import OBJECTIVES, objectives_of
+from atlas_cli.registry import ADAPTERS, OBJECTIVES, objectives_of
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -78,6 +78,16 @@ def objective_of(command: str) -> Check:
     return Check(problem, lambda: {"enum": objectives_of(command)})
 
 
+def _adapters() -> list[str]:
+    return ["none", *ADAPTERS]
+
+
+def _adapter_problem(word: str) -> str | None:
+    if word == "none" or word in ADAPTERS:
+        return None
+    return f"expected {', '.join(_adapters())}, found {word!r}{nearest(word, _adapters())}"
+
+
 class EvalRecipe(Recipe):
     """What `atlas eval` compares: models and datasets, and how both are read."""
 
@@ -109,6 +119,7 @@ class LearnRecipe(Recipe):
         *("vectors", "shots", "method", "select", "granularity", "schedule", "augment", "groups"),
         *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
         *("init", "clamp", "ties", "individual"),
+        *("adapter", "adapter_stage"),
         *("tune", "trusted_per_class", "power", "prior", "threshold"),
         *("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip", "weight_decay", "seed"),
     )
@@ -183,8 +194,52 @@ class FitRecipe(LearnRecipe):
         ),
         _SELECT,
     ] = "last"
+    vectors: Annotated[list[str], _VECTORS] = []
     data: Annotated[str, about("Labelled images to learn from: a data reference.")]
     allow_target: Annotated[bool, about("Take vectors that are named like the data, too.")] = False
+    adapter: Annotated[
+        str,
+        Check(_adapter_problem, lambda: {"enum": [*_adapters()]}),
+        about(
+            "A head on top of the features: `tip`, `tip-f`, `lpp`, `probe` or `prolip`; `none`. "
+            "Without `vectors` it is fitted to the features of the base."
+        ),
+    ] = "none"
+    adapter_stage: Annotated[
+        str,
+        one_of("joint", "after"),
+        about(
+            "`joint`: the head is trained with the coefficients (`tip-f`, `probe`, `prolip`); "
+            "`after`: on the features of the composed model."
+        ),
+    ] = "after"
+
+    @classmethod
+    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        entry = ADAPTERS.get(name) if isinstance(name := found.get("adapter"), str) else None
+        if entry and entry.joint and found.get("vectors"):
+            return {"adapter_stage": "joint", **found}
+        return found
+
+    @classmethod
+    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
+        name, vectors = found.get("adapter", "none"), found.get("vectors")
+        entry = ADAPTERS.get(name) if isinstance(name, str) else None
+        joint = found.get("adapter_stage") == "joint"
+        if name == "none" and not vectors:
+            yield "vectors", f"names no task vector, found {vectors or []}"
+        if joint and name == "none":
+            yield "adapter_stage", "there is no adapter, found 'joint'"
+        if joint and entry and not entry.rates:
+            yield "adapter_stage", f"{name} has nothing to train with coefficients, found 'joint'"
+        if joint and entry and not vectors:
+            yield "adapter_stage", "there are no vectors to train coefficients of, found 'joint'"
+        if joint and found.get("penalty"):
+            yield "penalty", f"is for coefficients alone, not joint, found {found['penalty']!r}"
+        if joint and found.get("method") == "search":
+            yield "method", "a search has no steps for the head; say after, found 'search'"
+        if entry and entry.pooled and found.get("linearised"):
+            yield "linearised", f"{name} has no first-order expansion, found True"
 
 
 class NegateRecipe(LearnRecipe):

@@ -57,6 +57,15 @@ class VectorEntry(Entry):
     sha256: str
 
 
+class HeadEntry(Entry):
+    """A learned head: its adapter, and its file with the file's sha256, or the file as base64."""
+
+    adapter: str
+    file: str | None = None
+    sha256: str | None = None
+    data: str | None = None
+
+
 class LearnedRecipe(Recipe):
     """What `fit` prints and `merge` takes: a base, vectors, and a coefficient for each block.
 
@@ -78,6 +87,7 @@ class LearnedRecipe(Recipe):
         False
     )
     scope: Annotated[str, about("`visual`: the image tower.")] = "visual"
+    head: Annotated[HeadEntry | None, about("The head that was learned, if one was.")] = None
     seed: Annotated[int, about("The seed it was learned with.")] = 0
 
 
@@ -191,7 +201,7 @@ class MergeRecipe(Recipe):
         about("`base`: the tokenizer is copied from it."),
     ] = None
     vectors: Annotated[
-        Annotated[list[VectorFile], in_schema(minItems=1)] | None,
+        list[VectorFile] | None,
         about("For `atlas`: task vectors, as paths or with `name`, `file` and `sha256`."),
     ] = None
     coefficients: Annotated[
@@ -217,6 +227,10 @@ class MergeRecipe(Recipe):
     scope: Annotated[
         Scope, about("For `atlas`: the part of the model that the vectors are of.")
     ] = "visual"
+    head: Annotated[
+        HeadEntry | None,
+        about("For `atlas`: a learned head, which is written beside the model."),
+    ] = None
     seed: RandomSeed = 0
     locked: Annotated[
         dict[str, LockedEntry],

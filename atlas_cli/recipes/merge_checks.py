@@ -23,7 +23,7 @@ SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SCOPES = ("visual", "text", "all")
-_OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope")
+_OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope", "head")
 _REFUSED = {
     "tokenizer": "building a tokenizer; atlas copies the one of the base",
     "chat_template": "replacing the chat template; atlas copies the one of the base",
@@ -137,8 +137,9 @@ def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[
     for key in ("models", "slices", "modules", "parameters"):
         if key in found:
             yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
-    if found.get("vectors") == []:
+    if found.get("vectors") == [] and not found.get("head"):
         yield ".vectors: names no task vector"
+    yield from _head_problems(found.get("head"))
     if found.get("linearised") is True:
         yield (
             ".linearised: these coefficients were learned for the first-order expansion of "
@@ -150,6 +151,16 @@ def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[
     if isinstance(kind, str) and not find_granularity(kind):
         yield f".granularity: expected {granularity_labels()}, found {kind!r}"
     yield from _file_problems(found, check)
+
+
+def _head_problems(head: object) -> Iterator[str]:
+    if not isinstance(head, dict):
+        return
+    file, data = head.get("file"), head.get("data")
+    if (file is None) == (data is None):
+        yield ".head: expected either 'file' or 'data'"
+    if isinstance(file, str) and not Path(file).expanduser().is_file():
+        yield f".head: no such file: {file}"
 
 
 def _file_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:

@@ -167,7 +167,7 @@ def write_mapping(found: Mapping[str, Any], comment: str) -> str:
 
 def write_recipe(recipe: LearnedRecipe, comment: str) -> str:
     """A learned recipe as YAML, under a comment of one or more lines."""
-    return write_mapping(recipe.model_dump(), comment)
+    return write_mapping(recipe.model_dump(exclude_none=True), comment)
 
 
 class _Strict(yaml.SafeLoader):

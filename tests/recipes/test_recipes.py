@@ -68,7 +68,7 @@ def test_the_json_schema_of_a_recipe_has_ranges_choices_and_defaults():
     }
     assert keys["select"]["enum"] == ["guard", "last"]
     assert keys["trusted_per_class"]["minimum"] == 1
-    assert json_schema(FitRecipe)["required"] == ["model", "vectors", "data"]
+    assert json_schema(FitRecipe)["required"] == ["model", "data"]
 
 
 @pytest.mark.parametrize(

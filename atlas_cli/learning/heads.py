@@ -1,0 +1,167 @@
+"""Heads of a fit: trained with the coefficients or after them, kept in the run and its recipe."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from atlas_cli.core.adapters import Head, Shots, check_count
+from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.io.checkpoint import open_safetensors
+from atlas_cli.learning.batches import TaskScore, features_of, score
+from atlas_cli.learning.run_folder import RunFolder
+from atlas_cli.learning.selection import Score, Selection
+from atlas_cli.learning.setup import Setup, layout_of, placed_labels
+from atlas_cli.learning.tuned_vector import write_tuned
+from atlas_cli.models.headed import HeadedModel, features_for, projection_name
+from atlas_cli.models.heads import SavedHead, to_text, write_head
+from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
+from atlas_cli.registry import ADAPTERS
+from atlas_cli.sources.locate import sha256_of
+
+FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run
+
+
+def headed(setup: Setup) -> HeadedModel:
+    """The model of a fit, which can train a head."""
+    assert isinstance(setup.model, HeadedModel)
+    return setup.model
+
+
+def shots_of(setup: Setup, name: str, indices: Sequence[int] | None = None) -> Shots:
+    """The labelled images as a kind of head sees them, with the weights that are loaded."""
+    model, pixels, text = headed(setup), setup.tasks[0], setup.heads[0]
+    assert isinstance(text, torch.Tensor)
+    chosen = list(range(len(pixels.dataset.samples)) if indices is None else indices)
+    labels = pixels.labels[chosen].to(text.device)
+    if not ADAPTERS[name].pooled:
+        return Shots(features_of(model, pixels, chosen), labels, text)
+    with model.pooled():
+        return Shots(features_of(model, pixels, chosen), labels, text, model.projection())
+
+
+def check_adapter(setup: Setup, name: str) -> None:
+    """Raise if a head cannot be fitted to the images or the model. Nothing is computed."""
+    counts = torch.bincount(setup.tasks[0].labels)
+    fewest = int(counts[counts > 0].min().item())
+    check_count(name, ADAPTERS[name], fewest, setup.inputs.datasets[0].name)
+    if ADAPTERS[name].pooled:
+        projection_name(setup.clip.module.visual)  # type: ignore[arg-type]
+
+
+def attach(setup: Setup, name: str, rate: float) -> torch.Tensor:
+    """Give the model a head to train with the coefficients; gives the values at the start."""
+    model = headed(setup)
+    model.load(setup.table())
+    return model.attach(name, shots_of(setup, name), rate)
+
+
+def trained_head(setup: Setup, table: torch.Tensor, name: str) -> Head:
+    """A head fitted to all shots, on the features of the model with these coefficients."""
+    headed(setup).load(table)
+    shots = shots_of(setup, name)
+    return Head(name, ADAPTERS[name].train(shots), shots.text)
+
+
+def head_score(
+    setup: Setup, table: torch.Tensor, head: Head, pixels: Pixels, indices: Sequence[int]
+) -> TaskScore:
+    """How well images are classified by a head on top of the model with these coefficients."""
+    model = headed(setup)
+    model.load(table)
+    with features_for(model, head):
+        return score(model, pixels, indices, head)
+
+
+def completed(setup: Setup, selection: Selection, name: str, stage: str) -> Selection:
+    """The selection with its head: what was trained with the coefficients, or a head after them."""
+    model = headed(setup)
+    if stage == "joint":
+        found, head = model.parts(selection.coefficients)
+        model.detach()
+        learned = bool(selection.coefficients.any())
+        return replace(selection, coefficients=found, head=head if learned else None)
+    table = selection.coefficients
+    head = trained_head(setup, table, name)
+    everything = range(len(setup.tasks[0].dataset.samples))
+    reached = head_score(setup, table, head, setup.tasks[0], everything)
+    after = Score((reached.accuracy, reached.gain), {"accuracy": reached.accuracy})
+    return replace(selection, head=head, after=after)
+
+
+# Keeping a head -------------------------------------------------------------------------------
+
+
+def with_head(
+    recipe: LearnedRecipe, setup: Setup, selection: Selection, folder: RunFolder | None
+) -> LearnedRecipe:
+    """A learned recipe with its head: a file of the run, or the file as text without a folder.
+
+    A tuned projection is a tensor of the model, and is kept as one more task vector.
+    """
+    head = selection.head
+    if head is None:
+        return recipe
+    if ADAPTERS[head.adapter].pooled:
+        assert folder is not None
+        return _with_projection(recipe, setup, selection, folder)
+    saved = SavedHead(head, setup.inputs.datasets[0].classes)
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="atlas-") as temporary:
+            path = Path(temporary) / FILE
+            write_head(path, saved)
+            entry = HeadEntry(adapter=head.adapter, data=to_text(path))
+    else:
+        path = folder.folder / FILE
+        write_head(path, saved)
+        entry = HeadEntry(adapter=head.adapter, file=str(path), sha256=sha256_of(path))
+    return recipe.model_copy(update={"head": entry})
+
+
+def _with_projection(
+    recipe: LearnedRecipe, setup: Setup, selection: Selection, folder: RunFolder
+) -> LearnedRecipe:
+    model, inputs = headed(setup), setup.inputs
+    assert selection.head is not None
+    name, flipped = projection_name(setup.clip.module.visual)  # type: ignore[arg-type]
+    wanted = selection.head.parameters["projection"]
+    model.load(selection.coefficients)
+    added = (wanted - model.projection()).cpu()
+    tensor = f"visual.{name}"
+    path = folder.folder / PROJECTION
+    base = setup.clip.module.state_dict()[tensor].float().cpu()
+    changed = {tensor: base + (added.T if flipped else added)}
+    entry = write_tuned(inputs, changed, path, f"projection tuned on {inputs.datasets[0].name}")
+    return recipe.model_copy(
+        update={
+            "vectors": [*recipe.vectors, entry],
+            "coefficients": _with_row(recipe, setup, entry, tensor, folder),
+        }
+    )
+
+
+def _with_row(
+    recipe: LearnedRecipe, setup: Setup, entry: VectorEntry, tensor: str, folder: RunFolder
+) -> dict[str, dict[str, float]] | str:
+    """The coefficients with a row of ones for the vector of the projection."""
+    shapes = setup.pool.shapes
+    parameters = setup.clip.module.visual.named_parameters()  # type: ignore[union-attr]
+    wider = {
+        f"visual.{name}": tuple(value.shape)
+        for name, value in parameters
+        if f"visual.{name}" in shapes or f"visual.{name}" == tensor
+    }
+    layout = layout_of(setup.inputs.recipe, wider)
+    labels = placed_labels(layout, layout.placements[tensor])
+    if isinstance(recipe.coefficients, dict):
+        return {**recipe.coefficients, entry.name: dict.fromkeys(labels, 1.0)}
+    before = open_safetensors(Path(recipe.coefficients))["coefficients"].read()
+    column = {label: number for number, label in enumerate(layout.labels)}
+    table = torch.zeros(len(before) + 1, len(column))
+    table[:-1, [column[label] for label in setup.layout.labels]] = before
+    table[-1, [column[label] for label in labels]] = 1.0
+    return folder.keep_large(table)
