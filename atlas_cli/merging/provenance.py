@@ -1,6 +1,7 @@
 """Where a merged model came from: its lockfile, and its model card with an evaluation.
 
-The lockfile is the recipe with every reference pinned to a commit, and every file to its sha256.
+The lockfile is the recipe with every reference pinned to a commit, and every file to a digest: its
+sha256 where that is known, else its BLAKE3.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from atlas_cli import __version__
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.recipes.text import write_mapping
-from atlas_cli.sources.locate import Source, sha256_of
+from atlas_cli.sources.locate import DIGESTS, Source, digest_kind, digest_of, sha256_of
 from atlas_cli.sources.references import parse_reference, vector_file
 
 if TYPE_CHECKING:
@@ -58,17 +59,26 @@ def _pin(text: str, source: Source) -> str:
     return f"{text.partition('@')[0]}@{source.commit}"
 
 
-def locked(
-    merge: Merge, located: Mapping[str, Located], hashes: Mapping[str, Mapping[str, str]]
-) -> dict[str, Any]:
-    """The recipe with every reference pinned, and the sha256 of every file under `locked`."""
+Digests = Mapping[str, Mapping[str, tuple[str, str]]]  # by source and file: the kind and the digest
+
+
+def locked(merge: Merge, located: Mapping[str, Located], digests: Digests) -> dict[str, Any]:
+    """The recipe with every reference pinned, and a digest of every file under `locked`."""
     pins = {reference: pinned(reference, found) for reference, found in located.items()}
     recipe = _replaced(merge.raw, pins)
     recipe["locked"] = {
-        name: {"sha256": dict(hashes[name])} | ({"commit": commit} if commit else {})
+        name: _by_kind(digests[name]) | ({"commit": commit} if commit else {})
         for name, commit in _named_sources(merge, located).items()
     }
     return recipe
+
+
+def _by_kind(digests: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """The digests of files under the name of their kind."""
+    found: dict[str, Any] = {}
+    for file, (kind, digest) in digests.items():
+        found.setdefault(kind, {})[file] = digest
+    return found
 
 
 def _replaced(raw: Mapping[str, Any], pins: Mapping[str, str]) -> dict[str, Any]:
@@ -105,27 +115,45 @@ def loose_files(merge: Merge) -> list[str]:
     return files + ([recipe.head.file] if recipe.head and recipe.head.file else [])
 
 
-def promised_hashes(merge: Merge, located: Mapping[str, Located]) -> dict[str, dict[str, str]]:
+def promised_hashes(merge: Merge, located: Mapping[str, Located]) -> Digests:
     """As take_hashes, with blanks of the same length."""
     return {
-        name: {path.name: "0" * 64 for path in (source.weights if source else [Path(name)])}
+        name: {path.name: (_kind(merge, name, path), "0" * 64) for path in paths}
+        for name, paths in _files(merge, located).items()
+    }
+
+
+def take_hashes(merge: Merge, located: Mapping[str, Located], pool: Executor) -> Digests:
+    """A digest of every file that is read, by source. Known ones are remembered."""
+    begun = {
+        name: {
+            path.name: (kind := _kind(merge, name, path), pool.submit(digest_of, path, kind))
+            for path in paths
+        }
+        for name, paths in _files(merge, located).items()
+    }
+    return {
+        name: {file: (kind, future.result()) for file, (kind, future) in files.items()}
+        for name, files in begun.items()
+    }
+
+
+def _files(merge: Merge, located: Mapping[str, Located]) -> dict[str, Sequence[Path]]:
+    """The files of every source."""
+    return {
+        name: source.weights if source else [vector_file(name)]
         for name, source in _sources(merge, located)
     }
 
 
-def take_hashes(
-    merge: Merge, located: Mapping[str, Located], pool: Executor
-) -> dict[str, dict[str, str]]:
-    """The sha256 of every file that is read, by source. Known ones are remembered."""
-    begun = {name: pool.submit(_hashes, name, source) for name, source in _sources(merge, located)}
-    return {name: future.result() for name, future in begun.items()}
+def _kind(merge: Merge, name: str, path: Path) -> str:
+    """The kind of digest that a recipe was locked with, else the one that is quickest to take.
 
-
-def _hashes(name: str, source: Source | None) -> dict[str, str]:
-    if source is None:
-        return {Path(name).name: sha256_of(vector_file(name))}
-    found: Any = source.provenance()["sha256"]
-    return dict(found)
+    The kind stays, so that a lockfile gives the same bytes again: their header holds the lock.
+    """
+    if name in merge.recipe.locked:
+        return next((k for k in DIGESTS if path.name in merge.recipe.locked[name].of(k)), "sha256")
+    return "sha256" if name in loose_files(merge) else digest_kind(path)
 
 
 def written_hashes(plan: Plan, folder: Path) -> tuple[str, ...]:
@@ -133,17 +161,18 @@ def written_hashes(plan: Plan, folder: Path) -> tuple[str, ...]:
     return tuple(sha256_of(folder / shard.file) for shard in plan.shards)
 
 
-def check_hashes(merge: Merge, hashes: Mapping[str, Mapping[str, str]]) -> None:
+def check_hashes(merge: Merge, digests: Digests) -> None:
     """Raise MismatchError for a source that is not what the recipe was locked with."""
     for name, entry in merge.recipe.locked.items():
-        for file, digest in entry.sha256.items():
-            found = hashes.get(name, {}).get(file)
-            if found != digest:
-                kind = f"{found[:12]}..." if found else "no such file"
-                raise MismatchError(
-                    f"{name}: {file} is not what the recipe was locked with: sha256 {kind}, "
-                    f"expected {digest[:12]}..."
-                )
+        for kind in DIGESTS:
+            for file, wanted in entry.of(kind).items():
+                _, found = digests.get(name, {}).get(file, (kind, ""))
+                if found != wanted:
+                    said = f"{found[:12]}..." if found else "no such file"
+                    raise MismatchError(
+                        f"{name}: {file} is not what the recipe was locked with: {kind} {said}, "
+                        f"expected {wanted[:12]}..."
+                    )
 
 
 def lock_text(recipe: dict[str, Any], origins: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -321,6 +350,6 @@ def card_text(
         "The licences of all these sources hold for this model too; look them up before you pass "
         f"it on.\n\n{results}## Recipe\n\n"
         f"```yaml\n{write_mapping(steps, '')}```\n\n"
-        "`atlas_recipe.lock.yaml` holds the same with the sha256 of every input: "
+        "`atlas_recipe.lock.yaml` holds the same with a digest of every input: "
         "`atlas merge atlas_recipe.lock.yaml -o DIR` gives this model again, to the byte.\n"
     )

@@ -148,10 +148,18 @@ class VectorFile(Entry):
 
 
 class LockedEntry(Entry):
-    """What a reference was when the recipe was locked: its commit, and the sha256 of its files."""
+    """What a reference was when the recipe was locked: its commit, and the digests of its files.
 
-    sha256: dict[str, str]
+    A file has a digest of one kind. Locks of older versions have sha256 only.
+    """
+
+    sha256: dict[str, str] = {}
+    blake3: dict[str, str] = {}
     commit: str | None = None
+
+    def of(self, kind: str) -> dict[str, str]:
+        """The digests of one kind, by file."""
+        return self.blake3 if kind == "blake3" else self.sha256
 
 
 class MergeRecipe(Recipe):
@@ -234,9 +242,7 @@ class MergeRecipe(Recipe):
     seed: RandomSeed = 0
     locked: Annotated[
         dict[str, LockedEntry],
-        about(
-            "Written by `merge`: the commit and the sha256 of every input, which must still hold."
-        ),
+        about("Written by `merge`: the commit and a digest of every input, which must still hold."),
     ] = {}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from blake3 import blake3
 from merge_runs import (
     CONFIG,
     ROOMY,
@@ -335,6 +337,30 @@ def test_a_lock_refuses_inputs_that_have_changed(call, merge: Merge, tmp_path: P
     assert result.code == 1
     assert "./m2: model.safetensors is not what the recipe was locked with" in result.err
     assert not (tmp_path / "again").exists()
+
+
+def test_a_lock_names_the_kind_of_digest_and_those_of_older_versions_stay_valid(
+    call, merge: Merge, tmp_path: Path
+):
+    path = merge(linear(1, 2)) / "atlas_recipe.lock.yaml"
+    lock = yaml.safe_load(path.read_text())
+    content = (tmp_path / "m1" / "model.safetensors").read_bytes()
+    digest = blake3(content).hexdigest()
+    assert lock["locked"]["./m1"] == {"blake3": {"model.safetensors": digest}}
+    for name in ("m1", "m2"):
+        content = (tmp_path / name / "model.safetensors").read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        lock["locked"][f"./{name}"] = {"sha256": {"model.safetensors": digest}}
+    Path("old.yaml").write_text(yaml.safe_dump(lock))
+    assert call("merge", "old.yaml", "-o", "old", *ROOMY).code == 0
+    assert yaml.safe_load(Path("old/atlas_recipe.lock.yaml").read_text()) == lock
+    assert call("merge", "old/atlas_recipe.lock.yaml", "-o", "again", *ROOMY).code == 0
+    assert digests(Path("again")) == digests(Path("old"))
+    lock["locked"]["./m2"]["sha256"]["model.safetensors"] = "0" * 64
+    Path("old.yaml").write_text(yaml.safe_dump(lock))
+    result = call("merge", "old.yaml", "-o", "other", *ROOMY)
+    assert result.code == 1
+    assert "./m2: model.safetensors is not what the recipe was locked with: sha256 " in result.err
 
 
 def test_the_recipe_is_in_the_metadata_and_in_the_card(merge: Merge):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from conftest import Result, write_open_clip
 from safetensors.torch import load_file, save_file
 
@@ -60,6 +62,32 @@ def weights(tmp_path: Path, later: Callable[[float], None]) -> Path:
 
 def entries() -> list[Path]:
     return sorted((cache_folder() / "digests").glob("*"))
+
+
+def test_a_file_of_the_hubs_cache_is_not_read_for_its_sha256(tmp_path: Path):
+    """Blobs of large files are named by it, those of small ones by another digest."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(("a" * 64, "b" * 40)):
+        (blobs / name).write_bytes(b"not what the name says")
+        (snapshot / f"{number}.bin").symlink_to(blobs / name)
+    large, small = snapshot / "0.bin", snapshot / "1.bin"
+    assert cache.digest_kind(large) == "sha256"
+    assert cache.digest_of(large, "sha256") == "a" * 64
+    assert cache.digest_kind(small) == cache.digest_kind(blobs / ("a" * 64)) == "blake3"
+    assert cache.digest_of(small, "sha256") == cache.sha256_of(small)
+    assert cache.digest_of(large, "blake3") == cache.blake3_of(large)
+
+
+def test_each_kind_of_digest_is_remembered_on_its_own(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+):
+    taken = {kind: cache.digest_of(weights, kind) for kind in cache.DIGESTS}
+    assert taken["sha256"] == hashlib.sha256(b"0" * 1000).hexdigest()
+    assert taken["blake3"] == blake3(b"0" * 1000).hexdigest()
+    monkeypatch.setattr(cache, "DIGESTS", {})
+    assert {kind: cache.digest_of(weights, kind) for kind in taken} == taken
 
 
 def test_what_is_remembered_of_a_file_is_known_the_next_time(weights: Path):
@@ -202,8 +230,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files and blocks that are hashed while a test runs."""
     found: list[str] = []
     of_file, of_block = cache.sha256_of, bases.digest
-    monkeypatch.setattr(
-        cache, "sha256_of", lambda path: found.append(path.parent.name) or of_file(path)
+    monkeypatch.setitem(
+        cache.DIGESTS, "sha256", lambda path: found.append(path.parent.name) or of_file(path)
     )
     monkeypatch.setattr(
         bases, "digest", lambda name, values: found.append(name) or of_block(name, values)
