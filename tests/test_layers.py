@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "parallel": (set(), {"torch"}),
     "recipes": (set(), {"pydantic", "pydantic_core", "yaml"}),
     "io": (set(), {"torch", "numpy", "safetensors"}),
-    "sources": ({"io"}, {"huggingface_hub"}),
+    "sources": ({"io"}, {"blake3", "huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy"}),
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
