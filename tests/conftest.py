@@ -119,9 +119,9 @@ def run() -> Callable[..., Result]:
 def on_terminal() -> Callable[..., str]:
     """Run atlas on a terminal of 100 columns and give all that it shows."""
 
-    def show(*arguments: str | Path, **environment: str) -> str:
+    def show(*arguments: str | Path, columns: int = 100, **environment: str) -> str:
         reader, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         process = subprocess.Popen(
             [*warm.atlas(), *map(str, arguments)],
             stdout=terminal,

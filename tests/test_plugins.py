@@ -187,7 +187,7 @@ def test_a_granularity_of_a_plugin_is_learned_and_merged(plugin, tmp_path: Path)
 
 def test_help_lists_the_granularities_of_plugins(plugin):
     text = " ".join(atlas("fit", "--help", env=plugin(STRIPES)).stdout.split())
-    assert "WHAT block (default), vector, qkv, partition:K, tower or stripes:N." in text
+    assert "block, vector, qkv or partition:K; also tower or stripes:N." in text
 
 
 def test_an_unknown_granularity_is_told_those_of_plugins_too(plugin):
@@ -252,7 +252,7 @@ def test_an_unknown_objective_is_told_the_nearest_word_and_trains_nothing(plugin
 
 def test_help_lists_the_objectives_of_plugins(plugin):
     env = plugin(MARGIN)
-    for command, listed in (("tta", "or simclr. Of plugins: margin."), ("add", "margins.")):
+    for command, listed in (("tta", "or simclr; also margin."), ("add", "margins.")):
         assert listed in " ".join(atlas(command, "--help", env=env).stdout.split())
 
 

@@ -61,11 +61,12 @@ def add(
     options: RunOptions,
     output: OutputOptions,
 ) -> None:
-    """Learn one set of coefficients for all tasks, and print the learned recipe.
+    """Learn one set of coefficients for several tasks.
 
-    --select is same (default: the images given judge every epoch), val, holdout, last or kfold.
-
-    Example: atlas add cars/ signs/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
+    \b
+    Example:
+      atlas add builtin:digits builtin:signs --shots 2 --model builtin:tiny \\
+        --vectors builtin:digits builtin:signs --epochs 2 -o both
     """
     from atlas_cli.learning.add import add as run
     from atlas_cli.recipes.learning import AddRecipe

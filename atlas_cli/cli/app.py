@@ -101,11 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and give its exit code. A user's mistake is one line on stderr."""
     import typer
 
-    from atlas_cli.cli import console
+    from atlas_cli.cli import completion, console
     from atlas_cli.errors import AtlasError
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if os.environ.get(completion.ASKED):
+            group = typer.main.get_command(list_commands())
+            console.write(completion.answer(group, os.environ))
+            return 0
         code = list_commands()(given or ["--help"], prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
         for line in str(problem).splitlines():
@@ -133,22 +137,27 @@ def list_commands() -> typer.Typer:
     from atlas_cli.cli.extract import extract
     from atlas_cli.cli.finetune import finetune
     from atlas_cli.cli.fit import fit
+    from atlas_cli.cli.help import Command, Group, atlas
     from atlas_cli.cli.inspect import inspect
     from atlas_cli.cli.merge import merge
     from atlas_cli.cli.negate import negate
-    from atlas_cli.cli.options import VariadicCommand, atlas
     from atlas_cli.cli.report import report
     from atlas_cli.cli.tta import tta
 
-    # Plain help: drawing it with rich would take longer than all the rest of the start.
     app = typer.Typer(
-        name="atlas", rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_EPILOG
+        name="atlas",
+        cls=Group,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+        epilog=_EPILOG,
     )
     app.callback()(atlas)
     commands = (demo, evaluate, draw, finetune, extract, fit, negate, add, tta)
     for command in (*commands, inspect, merge, report):
         name = "eval" if command is evaluate else command.__name__
-        app.command(name, cls=VariadicCommand)(command)
+        app.command(name, cls=Command)(command)
     return app
 
 

@@ -53,17 +53,19 @@ Keep = Annotated[bool, typer.Option("--keep", help="Leave every file in place to
 
 
 def demo(
-    folder: Folder = None, keep: Keep = False, force: Force = False, as_json: AsJson = False
+    folder: Folder = None, keep_files: Keep = False, force: Force = False, as_json: AsJson = False
 ) -> None:
-    """Tell the whole story on the built-in model, with no download, and print a table of results.
+    """Run every command on the built-in model, with no download, and print a table of results.
 
     Each command line is printed before it runs. It works in ./atlas-demo, which is removed at the
     end unless --keep or -o is given; after a kill, the same command goes on where it stopped.
 
-    Example: atlas demo --keep
+    \b
+    Example:
+      atlas demo --keep
     """
     place = folder or Path(PLACE)
-    kept = keep or folder is not None
+    kept = keep_files or folder is not None
     runner = _open(place, force=force)
     runner.run(sections())
     picture = _draw(runner, kept)

@@ -22,7 +22,9 @@ def draw(
 ) -> None:
     """Write a built-in task as train/, val/ and test/ folders of PNG files.
 
-    Example: atlas draw builtin:digits -o digits --shots 4
+    \b
+    Example:
+      atlas draw builtin:digits -o digits --shots 4
     """
     from atlas_cli.datasets import builtin
     from atlas_cli.datasets.dataset import SPLITS, few_shot, open_dataset

@@ -121,7 +121,9 @@ def evaluate(
 ) -> None:
     """Score zero-shot models on datasets and compare each with the first.
 
-    Example: atlas eval builtin:tiny merged/ --data builtin:digits photos/
+    \b
+    Example:
+      atlas eval builtin:tiny signs/model --data builtin:signs --shots 20
     """
 
     from atlas_cli.datasets.dataset import open_datasets

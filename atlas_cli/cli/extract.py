@@ -120,7 +120,9 @@ def extract(
 ) -> None:
     """Write the task vector of each fine-tuned model: its weights minus those of the base.
 
-    Example: atlas extract ViT-B-32/openai cars/finetuned.pt -o cars.safetensors --dtype fp16
+    \b
+    Example:
+      atlas extract builtin:tiny signs/model -o signs16.safetensors --dtype fp16
     """
 
     from atlas_cli.vectors.targets import ExtractRequest

@@ -73,13 +73,16 @@ def finetune(
     options: RunOptions,
     output: OutputOptions,
 ) -> None:
-    """Train the image tower on each task with its zero-shot head frozen; print what was written.
+    """Train the image tower on each task with its zero-shot head frozen, and write its task vector.
 
-    --select is last (default) or best: the epoch with the best accuracy on the val split or, where
-    there is none, on images held out for that. --augment is slight (default: crops of nine tenths or more), flip, crop or
-    none. Epochs are those of the published task vectors by the name of the data, else 10.
+    Epochs are those of the published task vectors by the name of the data, else 10. The last step
+    is kept, or with --select best the best epoch on the val split; where there is none, on images
+    held out for that.
 
-    Example: atlas finetune cars/ --model ViT-B-32/openai -o run --vector cars.safetensors
+    \b
+    Example:
+      atlas finetune builtin:signs --model builtin:tiny --steps 20 --lr 0.001 \\
+        -o signs --vector signs.safetensors
     """
     from atlas_cli.recipes.finetune import FinetuneRecipe
 

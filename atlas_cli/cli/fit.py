@@ -51,11 +51,14 @@ def fit(
     options: RunOptions,
     output: OutputOptions,
 ) -> None:
-    """Learn a coefficient for every block of every task vector, and print the learned recipe.
+    """Learn a coefficient for every block of every task vector from a few labelled images.
 
-    --select is last (default), holdout, kfold or val:DATA.
+    On a terminal with -o, a summary is shown; otherwise the learned recipe is printed.
 
-    Example: atlas fit shots/ --model ViT-B-32/openai --vectors v/*.safetensors -o run
+    \b
+    Example:
+      atlas fit builtin:house_numbers --shots 4 --model builtin:tiny \\
+        --vectors builtin:digits builtin:letters --epochs 2 -o run
     """
     from atlas_cli.learning.fit import fit as run
     from atlas_cli.recipes.learning import FitRecipe

@@ -37,13 +37,15 @@ def inspect(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what task vectors and models hold, the angles between vectors, and coefficients.
+    """Show what task vectors, models and runs hold, and the angles between vectors.
 
-    Coefficients are those of a run's folder, a learned recipe, or coefficients.json. In a pipe:
-    CSV with a row per block of one vector, the cosines of several, the tensors of models, or the
-    coefficients. --plot draws vectors, or coefficients with the curves and classes of their run.
+    A run is its folder, its recipe or its coefficients.json. In a pipe: CSV with a row per block of
+    one vector, the cosines of several, the tensors of models, the coefficients, or the epochs.
+    --plot draws vectors, or coefficients with the curves and classes of their run.
 
-    Example: atlas inspect digits.safetensors letters.safetensors --plot vectors.png
+    \b
+    Example:
+      atlas inspect builtin:digits builtin:letters
     """
 
     from atlas_cli.reports.plots import check_libraries, check_plot

@@ -79,9 +79,14 @@ def merge(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Merge models by a recipe and print the path of the result.
+    """Merge models, or add task vectors to a base, by a recipe; print the path of the result.
 
-    Example: atlas merge recipes/merge/linear.yaml -o merged
+    The recipe is a YAML file, mergekit's or a learned one, or the folder of a run of fit, negate,
+    add or tta.
+
+    \b
+    Example:
+      atlas merge run -o merged
     """
 
     from atlas_cli.merging.merge import MergeOptions, plan_merge

@@ -51,11 +51,12 @@ def negate(
     options: RunOptions,
     output: OutputOptions,
 ) -> None:
-    """Learn coefficients that forget the target while the control stays, and print the recipe.
+    """Learn coefficients that forget the targets while a control task keeps its accuracy.
 
-    --select is same (default: the images given judge every epoch), val, holdout, last or kfold.
-
-    Example: atlas negate cars/ --control photos/ --model ViT-B-32/openai --vector cars.safetensors
+    \b
+    Example:
+      atlas negate builtin:letters --control builtin:everything --shots 2 \\
+        --model builtin:tiny --vectors builtin:letters --epochs 2 -o forget
     """
     from atlas_cli.learning.negate import negate as run
     from atlas_cli.recipes.learning import NegateRecipe

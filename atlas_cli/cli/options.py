@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
@@ -64,7 +63,7 @@ TextModel = Annotated[
 ]
 Split = Annotated[
     str | None,
-    typer.Option(metavar="SPLIT", help="train, val or test; default test.", callback=_check_split),
+    typer.Option(metavar="SPLIT", callback=_check_split),
 ]
 Templates = Annotated[
     list[str] | None,
@@ -109,57 +108,32 @@ def _option(kind: Any, *names: str, **more: Any) -> Any:
     return Annotated[kind | None, typer.Option(*names, **more)]
 
 
+# The keys of recipes, which say what each is for: see help.py.
 _FLAGS: dict[str, Any] = {
-    "model": _option(str, "--model", metavar="BASE", help="The base model."),
-    "vectors": _option(
-        list[str],
-        "--vectors",
-        "--vector",
-        metavar="FILE...",
-        help="Task vectors, or folders of them.",
-    ),
-    "shots": _option(
-        str, "--shots", metavar="K", help="Images per class, a fraction, or all (default)."
-    ),
-    "method": _option(
-        str,
-        "--method",
-        metavar="HOW",
-        help="learned (default), or search: the best single scale; for add also isotropic.",
-    ),
-    "select": _option(str, "--select", metavar="HOW", help="What decides which epoch is kept."),
-    "granularity": _option(str, "--granularity", metavar="WHAT"),  # VariadicCommand has its help
-    "groups": _option(
-        list[str], "--group", metavar="REGEX", help="Blocks that share a coefficient, by name."
-    ),
-    "epochs": _option(int, "--epochs", help="Passes over the images."),
-    "lr": _option(float, "--lr", help="Learning rate."),
-    "schedule": _option(str, "--schedule", metavar="HOW", help="cosine or constant."),
-    "weight_decay": _option(float, "--weight-decay", help="AdamW's weight decay."),
-    "batch_size": _option(int, "--batch-size", help="Images per step; 128."),
-    "accumulate": _option(int, "--accumulate", help="Parts of a batch; 1."),
-    "min_steps": _option(int, "--min-steps", help="Steps per epoch, at least; 10."),
-    "clip": _option(float, "--clip", help="Largest norm of a gradient; 1."),
-    "penalty": _option(
-        str, "--penalty", metavar="NORM", help="l1:WEIGHT or l2:WEIGHT on coefficients."
-    ),
-    "augment": _option(
-        str,
-        "--augment",
-        metavar="HOW",
-        help="flip (crops and mirror images), crop or none.",
-    ),
-    "linearised": Annotated[
-        bool, typer.Option("--linearised", help="First-order Taylor expansion at the base.")
-    ],
-    "memory": _option(
-        str, "--memory", metavar="SIZE", help="Budget for the vectors; default 2GiB."
-    ),
+    "model": _option(str, "--model", metavar="BASE"),
+    "vectors": _option(list[str], "--vectors", "--vector", metavar="FILE..."),
+    "shots": _option(str, "--shots", metavar="K"),
     "split": Split,
     "templates": Templates,
+    "method": _option(str, "--method", metavar="HOW"),
+    "select": _option(str, "--select", metavar="HOW"),
+    "granularity": _option(str, "--granularity", metavar="WHAT"),
+    "epochs": _option(int, "--epochs"),
+    "lr": _option(float, "--lr"),
+    "batch_size": _option(int, "--batch-size"),
+    "augment": _option(str, "--augment", metavar="HOW"),
+    "seed": Seed,
+    "groups": _option(list[str], "--group", metavar="REGEX"),
+    "schedule": _option(str, "--schedule", metavar="HOW"),
+    "weight_decay": _option(float, "--weight-decay"),
+    "accumulate": _option(int, "--accumulate"),
+    "min_steps": _option(int, "--min-steps"),
+    "clip": _option(float, "--clip"),
+    "penalty": _option(str, "--penalty", metavar="NORM"),
+    "linearised": Annotated[bool, typer.Option("--linearised")],
+    "memory": _option(str, "--memory", metavar="SIZE"),
     "arch": Architecture,
     "text": TextModel,
-    "seed": Seed,
 }
 _RUN_OPTIONS: dict[str, Any] = {
     "folder": _option(Path, "--output", "-o", metavar="DIR", help="Folder of the run."),
@@ -220,107 +194,6 @@ def _parameter(name: str, kind: Any) -> inspect.Parameter:
 def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that were given: a switch that is off and an empty list were not."""
     return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}
-
-
-# The command line itself ----------------------------------------------------------------------
-
-
-class VariadicCommand(TyperCommand):
-    """A command whose repeatable options take any number of values: `--data A B C`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`.
-
-        Where that leaves a required argument without a value, the last value is the argument's.
-        """
-        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        spelt = spread(args, repeatable)
-        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
-        if argument and not {*ctx.help_option_names, "--online"} & set(args):
-            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
-            if found := handed_back(spelt, repeatable, taking):
-                spelt, value = found
-                name = (argument.metavar or "").rstrip(".")
-                console.note(f"'{value}' is taken for {name}, which is missing")
-        return list(super().parse_args(ctx, spelt))
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options. Only now are plugins asked for the names that they add."""
-        from atlas_cli.registry import granularity_labels
-
-        for parameter in self.params:
-            if isinstance(parameter, TyperOption) and parameter.name == "granularity":
-                names = granularity_labels().replace("block", "block (default)", 1)
-                parameter.help = f"{names}."
-            if isinstance(parameter, TyperOption) and parameter.name in ("objective", "forget"):
-                parameter.help = _with_plugins(parameter.help or "", self.name or "")
-        super().format_options(ctx, formatter)
-
-
-def _with_plugins(text: str, command: str) -> str:
-    """What help says of a command's objectives, with those that plugins add."""
-    from atlas_cli.registry import OBJECTIVES, objectives_of
-
-    ours = "atlas_cli.learning.objectives"
-    names = [n for n in objectives_of(command) if OBJECTIVES[n].function.__module__ != ours]
-    return text.partition(" Of plugins:")[0] + (
-        f" Of plugins: {', '.join(names)}." if names else ""
-    )
-
-
-def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
-    """Repeat an option before each of its values; another option, or --, ends them."""
-    spelt: list[str] = []
-    current, taken = "", 0
-    for argument in arguments:
-        if argument.startswith("-") and argument != "-":
-            current, taken = (argument if argument in repeatable else ""), 0
-            spelt.append(argument)
-        else:
-            spelt += [current, argument] if current and taken else [argument]
-            taken += 1
-    return spelt
-
-
-def handed_back(
-    spelt: Sequence[str], repeatable: set[str], taking: set[str]
-) -> tuple[list[str], str] | None:
-    """The arguments with the last value of a repeatable option as one of no option, and the value.
-
-    None if there is such an argument already, or no option has two values. A value that is a
-    file of weights is not taken for data. `taking` are the options that take a value.
-    """
-    last = None
-    number = 0
-    while number < len(spelt):
-        one = spelt[number]
-        if not one.startswith("-") or one in ("-", "--"):
-            return None
-        if one in taking:
-            before = spelt[number - 2] if number > 1 else ""
-            if one in repeatable and before == one:
-                last = number
-            number += 1
-        number += 1
-    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
-        return None
-    value = spelt[last + 1]
-    return [*spelt[:last], *spelt[last + 2 :], value], value
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        console.emit(f"atlas {__version__}")
-        raise typer.Exit
-
-
-def atlas(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
-    ] = False,
-) -> None:
-    """Learn, merge and evaluate task vectors of CLIP models."""
 
 
 # Running a learning verb ----------------------------------------------------------------------

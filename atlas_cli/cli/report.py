@@ -17,12 +17,14 @@ OutputFile = Annotated[
 
 
 def report(runs: Runs, path: OutputFile, force: Force = False) -> None:
-    """Show runs of fit, negate, add and tta on one page that needs no network (extra: plot).
+    """Show runs on one page that needs no network (extra: plot).
 
     It has the coefficients as heat maps, learning curves, classes before and after, the learned
     recipe, the configuration, and tables that can be sorted.
 
-    Example: atlas report run1 run2 -o report.html
+    \b
+    Example:
+      atlas report run both -o report.html
     """
 
     from atlas_cli.io.files import write_text

@@ -91,11 +91,15 @@ def tta(
     options: RunOptions,
     output: OutputOptions,
 ) -> None:
-    """Adapt coefficients to images without labels, and print the learned recipe.
+    """Adapt coefficients to images without labels, in a folder or as they come.
 
-    --select is guard (default: the best epoch that nothing speaks against, else zero-shot) or last.
+    Unless --select says last, the epoch is kept that predictions without labels speak for most
+    clearly, or zero-shot if they speak for none.
 
-    Example: atlas tta photos/ --classes cat,dog --model ViT-B-32/openai --vectors v/*.safetensors
+    \b
+    Example:
+      atlas tta builtin:textures --split val --model builtin:tiny \\
+        --vectors builtin:digits builtin:letters --epochs 1 -o adapted
     """
     own = {
         "classes": read_classes(classes) if classes else None,

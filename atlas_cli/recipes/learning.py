@@ -60,8 +60,13 @@ _METHOD = about(
     "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
     "`isotropic`: one number per vector."
 )
-_SELECT = about("What decides which epoch is kept; see below.")
+_SELECT = about("What decides which epoch is kept.")
 SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfold"), _SELECT]
+
+
+def _split_without(otherwise: str) -> Any:
+    """What `split` means; `otherwise` says which split is taken without it."""
+    return about(f"`train`, `val` or `test`. Without it: {otherwise}.")
 
 
 def objective_of(command: str) -> Check:
@@ -129,10 +134,7 @@ class LearnRecipe(Recipe):
     shots: Shots = "all"
     split: Annotated[
         str | None,
-        about(
-            "`train`, `val` or `test`. Without it: `train` for `fit`, `val` for the others, or the "
-            "folder as it is."
-        ),
+        _split_without("`train` for `fit`, `val` for `negate` and `add`, `test` for `tta`"),
     ] = None
     templates: Templates = []
     method: Annotated[str, one_of("learned", "search"), _METHOD] = "learned"
@@ -185,12 +187,17 @@ class LearnRecipe(Recipe):
 class FitRecipe(LearnRecipe):
     """What `atlas fit` learns from: a few labelled images of one task."""
 
+    split: Annotated[
+        str | None, _split_without("`train`, or the folder as it is. Test images score the result")
+    ] = None
+
     select: Annotated[
         str,
         expect(
             lambda text: bool(re.fullmatch("last|holdout|kfold|val:.+", text, re.DOTALL)),
             "expected last, holdout, kfold or val:DATA",
             pattern="^(last|holdout|kfold|val:.+)$",
+            examples=["last", "holdout", "kfold", "val:DATA"],
         ),
         _SELECT,
     ] = "last"
@@ -266,6 +273,9 @@ class NegateRecipe(LearnRecipe):
         about("Loss of the targets: `unlikelihood`, `ascent` (the paper's) or `uniform`."),
     ] = "unlikelihood"
     select: SelectForSeveral = "same"
+    split: Annotated[str | None, _split_without("`val`, else `train`, or the folder as it is")] = (
+        None
+    )
 
 
 class AddRecipe(LearnRecipe):
@@ -321,6 +331,9 @@ class AddRecipe(LearnRecipe):
     ] = []
     method: Annotated[str, one_of("learned", "isotropic", "search"), _METHOD] = "learned"
     select: SelectForSeveral = "same"
+    split: Annotated[str | None, _split_without("`val`, else `train`, or the folder as it is")] = (
+        None
+    )
 
     @classmethod
     def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -342,6 +355,9 @@ class TtaRecipe(LearnRecipe):
         ),
         about("`all`: nothing is drawn by class without labels."),
     ] = "all"
+    split: Annotated[
+        str | None, _split_without("`test`, else `val`, else `train`, or the folder as it is")
+    ] = None
     data: Annotated[str, about("Images; labels that they may have are not looked at.")]
     classes: Annotated[
         list[str], about("Class names, if the data has none or others are wanted.")

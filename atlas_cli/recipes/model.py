@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.text import parse_mapping, parse_shots
 from atlas_cli.registry import (
+    GRANULARITIES,
     find_granularity,
     granularity_labels,
     granularity_pattern,
@@ -149,7 +150,10 @@ GRANULARITY = Check(
     lambda text: (
         None if find_granularity(text) else f"expected {granularity_labels()}, found {text!r}"
     ),
-    lambda: {"pattern": granularity_pattern()},
+    lambda: {
+        "pattern": granularity_pattern(),
+        "examples": [one.label for one in GRANULARITIES.values()],
+    },
 )
 ModelName = Annotated[str, about("The base model.")]
 Shots = Annotated[

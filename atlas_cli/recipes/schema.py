@@ -12,7 +12,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KEYS = (
     *("type", "enum", "const", "anyOf", "items", "minItems", "maxItems", "minimum"),
     *("exclusiveMinimum", "maximum", "pattern", "properties", "required"),
-    *("additionalProperties", "description", "default"),
+    *("additionalProperties", "description", "default", "examples"),
 )
 
 # A parameter of a method: a scalar, a gradient over the layers, or values by name of tensor.
