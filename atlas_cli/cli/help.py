@@ -27,7 +27,17 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Model": ("model", "vectors", "arch", "text", "scope", "allow_target", "name"),
     "Learning": (
-        *("objective", "forget", "keep", "method", "select", "granularity", "tune", "lora"),
+        *(
+            "objective",
+            "forget",
+            "keep",
+            "method",
+            "select",
+            "granularity",
+            "tune",
+            "lora",
+            "adapter",
+        ),
         *("epochs", "steps", "lr", "batch_size", "augment", "seed"),
     ),
     "Output": (
