@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "datasets": ({"core", "io", "sources"}, {"torch", "numpy", "PIL"}),
     "models": (
         {"core", "io", "parallel", "sources"},
-        {"torch"},
+        {"tokenizers", "torch"},
     ),
     "vectors": (
         {"core", "io", "merge_methods", "models", "parallel", "sources"},

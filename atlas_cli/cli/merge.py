@@ -177,13 +177,21 @@ class _Listener(ExitStack):
         self._advance: Callable[[int], None] = lambda count: None
 
     def __call__(self, event: MergeEvent) -> None:
-        from atlas_cli.merging.merge import BytesWritten, FilterUnused, MergeStarted, SettingsUnused
+        from atlas_cli.merging.merge import (
+            BytesWritten,
+            Doubt,
+            FilterUnused,
+            MergeStarted,
+            SettingsUnused,
+        )
 
         match event:
             case FilterUnused(text):
                 console.warn(f"filter '{text}' is in the name of no tensor")
             case SettingsUnused(paths):
                 console.warn(f"no effect here: {', '.join(paths)}")
+            case Doubt(text):
+                console.warn(text)
             case MergeStarted(total):
                 bar = console.progress("merging", total, quiet=self._quiet)
                 self._advance = self.enter_context(bar)

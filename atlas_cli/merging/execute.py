@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import StagingFolder, check_space, write_text
+from atlas_cli.merging.companions import write_companions
 from atlas_cli.merging.inputs import Inputs, open_inputs
 from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files
 from atlas_cli.merging.produce import (
@@ -45,8 +45,8 @@ from atlas_cli.merging.provenance import (
     take_hashes,
     written_hashes,
 )
-from atlas_cli.merging.segments import changed_config, origins, restacked
-from atlas_cli.models.folders import companion_files, copy_companion_files
+from atlas_cli.merging.segments import origins
+from atlas_cli.models.folders import companion_files
 from atlas_cli.models.heads import HEAD, SavedHead, write_head
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
@@ -54,7 +54,6 @@ from atlas_cli.recipes.merge import Merge
 
 _HASHERS = 2
 _KEY = "atlas_recipe"
-_DTYPE_KEYS = ("torch_dtype", "dtype")
 _DIFFUSERS = "diffusion_pytorch_model"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _RESERVE = 64 << 20  # bytes that the interpreter and torch still take when they begin to work
@@ -212,8 +211,7 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
         text = header_text(shard.entries, metadata).ljust(shard.header)
         staging.write(shard.file, 0, shard.header.to_bytes(8, "little") + text)
     request, folder = prepared.request, staging.folder
-    layout = request.located[request.merge.layout].model
-    copy_companion_files(layout, folder, partial(_result_config, prepared))
+    write_companions(request.merge, request.located, prepared.inputs, folder)
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(folder / f"{_stem(request)}.safetensors.index.json", listed)
@@ -226,19 +224,6 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
         shown = Shown(request.evaluation, request.target.absolute().name, digests)
     write_text(folder / "README.md", card_text(request.merge, recipe, request.located, shown))
     staging.finish()
-
-
-def _result_config(prepared: PreparedMerge, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the layout's model with the dtype, layers and head of the result."""
-    inputs, request = prepared.inputs, prepared.request
-    word = request.merge.recipe.out_dtype or request.merge.recipe.dtype
-    dtype = word.removeprefix("torch.") if word else None
-    changed = {key: dtype or found[key] for key in _DTYPE_KEYS if found.get(key) is not None}
-    if inputs.untied:
-        changed["tie_word_embeddings"] = False
-    configs = {who: one.model.config("config.json") or {} for who, one in request.located.items()}
-    changes = restacked(inputs.segments, inputs.base, configs)
-    return changed_config({**found, **changed}, changes)
 
 
 # Threads --------------------------------------------------------------------------------------

@@ -20,10 +20,13 @@ from atlas_cli.merging.plan import (
     resolve_all,
 )
 from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
-from atlas_cli.merging.provenance import Located
+from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
 from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
+from atlas_cli.merging.vocabulary import Vocabulary, aligned, build_vocabulary, rows_of
 from atlas_cli.models.language import is_head, is_untied, reconciled
+from atlas_cli.models.tokenizers import Tokenizer, read_tokenizer
 from atlas_cli.recipes.merge import Merge
+from atlas_cli.recipes.merge_tokenizer import BASE, UNION
 from atlas_cli.registry import MERGE_METHODS
 
 
@@ -44,6 +47,8 @@ class Inputs:
     resolved: Mapping[str, Resolved]
     segments: Sequence[Segment] = ()
     untied: bool = False  # whether the result has a head that the layout's model does not store
+    vocabulary: Vocabulary | None = None  # of the result, if it is not that of the layout's model
+    doubts: Sequence[str] = ()
 
 
 def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
@@ -59,14 +64,45 @@ def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -
             opened[reference] = open_like(reference, located[reference], layout.tensors)
     configs = {who: located[who].model.config("config.json") or {} for who in opened}
     opened = reconciled(opened, [who for who, config in configs.items() if is_untied(config)])
-    found = _arrange(merge, opened, how)
+    vocabulary, doubts = open_vocabulary(merge, located, opened)
+    found = _arrange(merge, opened, how, vocabulary)
+    found = replace(found, vocabulary=vocabulary, doubts=doubts)
     heads = [name for name in found.layout if is_head(name) and name.endswith("weight")]
     return replace(found, untied=any(name not in layout.tensors for name in heads))
 
 
-def _arrange(merge: Merge, opened: Mapping[str, LazyTensors], how: Conversion) -> Inputs:
+def open_vocabulary(
+    merge: Merge, located: Mapping[str, Located], opened: Mapping[str, LazyTensors]
+) -> tuple[Vocabulary | None, list[str]]:
+    """The vocabulary that a recipe asks for, and what should be known about it."""
+    wish = merge.tokenizer
+    if wish is None:
+        return None, []
+    rows = {who: rows_of(tensors, who) for who, tensors in opened.items()}
+
+    def read(who: str) -> Tokenizer:
+        found = located.get(tokenizer_of(who))
+        return read_tokenizer((found or located[who]).model.folder, who)
+
+    base = read(merge.layout)
+    lacking = [who for who in opened if tokenizer_of(who) not in located]
+    tokenizers = {who: base if who in lacking else read(who) for who in opened}
+    source = read(wish.source) if wish.source not in (BASE, UNION) else None
+    doubts = [f"{who}: has no {TOKENIZER}; that of {merge.layout} is taken" for who in lacking]
+    return build_vocabulary(wish, merge.layout, tokenizers, rows, source), doubts
+
+
+def _arrange(
+    merge: Merge,
+    opened: Mapping[str, LazyTensors],
+    how: Conversion,
+    vocabulary: Vocabulary | None,
+) -> Inputs:
     segments = segments_of(merge, opened)
     check_outputs(segments)
+    if vocabulary:
+        dtype, named = dtype_of(merge.recipe.dtype), merge.recipe.base_model
+        segments = [aligned(segment, vocabulary, named, dtype) for segment in segments]
     producers: dict[str, ByMethod] = {}
     layout: dict[str, LazyTensor] = {}
     resolved: dict[str, Resolved] = {}

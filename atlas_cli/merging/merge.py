@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.merging.provenance import MANIFEST, Evaluated, Located, origin_lines
-from atlas_cli.sources.locate import COMPANION_FILES, locate
+from atlas_cli.merging.provenance import (
+    MANIFEST,
+    TOKENIZER,
+    Evaluated,
+    Located,
+    origin_lines,
+    tokenizer_of,
+)
+from atlas_cli.sources.locate import COMPANION_FILES, locate, locate_file
 from atlas_cli.sources.references import parse_reference, source_problems
 
 if TYPE_CHECKING:
@@ -60,6 +67,13 @@ class SettingsUnused:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Something that is not refused, but should be known."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class MergeStarted:
     """Values are about to be computed; the files of weights will have so many bytes."""
 
@@ -73,7 +87,7 @@ class BytesWritten:
     count: int
 
 
-MergeEvent = FilterUnused | SettingsUnused | MergeStarted | BytesWritten
+MergeEvent = FilterUnused | SettingsUnused | Doubt | MergeStarted | BytesWritten
 MergeListener = Callable[[MergeEvent], None]
 
 
@@ -228,6 +242,8 @@ def _prepare(
     limits = Limits(memory, threads, device, options.allow_nonfinite)
     request = MergeRequest(merge, located, target, limits, options.shard, options.evaluation)
     prepared = prepare(request)
+    for text in prepared.inputs.doubts:
+        on_event(Doubt(text))
     for text in idle_filters(merge, [tensor.name for tensor in prepared.plan.outputs]):
         on_event(FilterUnused(text))
     return prepared
@@ -243,6 +259,22 @@ def _locate(merge: Merge) -> dict[str, Located]:
         companions = COMPANION_FILES if reference == merge.layout else ()
         added = locate(parse_reference(adapter)) if adapter else None
         found[reference] = Located(locate(parse_reference(model), companions), added)
+    return found | _locate_tokenizers(merge)
+
+
+def _locate_tokenizers(merge: Merge) -> dict[str, Located]:
+    """The tokenizers that a recipe aligns models with, each as an input of its own."""
+    from atlas_cli.recipes.merge import split_adapter
+
+    wish = merge.tokenizer
+    if wish is None:
+        return {}
+    named = [] if wish.source in ("base", "union") else [wish.source]
+    found = {}
+    for reference in dict.fromkeys([*merge.references, *named]):
+        source = locate_file(parse_reference(split_adapter(reference)[0]), TOKENIZER)
+        if source is not None:
+            found[tokenizer_of(reference)] = Located(source)
     return found
 
 

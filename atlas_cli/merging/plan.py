@@ -20,6 +20,7 @@ from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Segment
+from atlas_cli.models.language import is_vocabulary
 from atlas_cli.models.lora import open_adapter
 from atlas_cli.models.tensor_names import plain, renamed, unwrapped
 from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
@@ -107,7 +108,9 @@ def _problems(layout: LazyTensors, tensors: LazyTensors) -> Sequence[str]:
         if found is None:
             lines.append(f"{name} is missing")
         elif found.shape != wanted.shape and {found.shape, wanted.shape} != {(), (1,)}:
-            lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}")
+            rows = found.shape[1:] == wanted.shape[1:] and is_vocabulary(name)
+            way = " (tokenizer_source: base or union aligns vocabularies)" if rows else ""
+            lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}{way}")
         elif not found.dtype.is_floating_point:
             lines.append(f"{name} has dtype {_word(found.dtype)}, expected {_word(wanted.dtype)}")
     extra = [n for n, t in tensors.items() if n not in layout and t.dtype.is_floating_point]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from atlas_cli.merging.plan import Plan
     from atlas_cli.recipes.merge import Merge
 
+_REFERENCES = ("model", "base_model", "tokenizer_source", "source")  # keys that name a model
+TOKENIZER = "tokenizer.json"
 MANIFEST = "atlas_recipe.lock.yaml"  # a folder that has it was written by atlas merge
 
 
@@ -33,6 +35,12 @@ class Located:
 
     model: Source
     adapter: Source | None = None
+
+
+def tokenizer_of(reference: str) -> str:
+    """The name of the tokenizer of a model among the inputs of a merge."""
+    model, at, revision = _split_adapter(reference)[0].partition("@")
+    return f"{model.rstrip('/')}/{TOKENIZER}{at}{revision}"
 
 
 # The lockfile ---------------------------------------------------------------------------------
@@ -87,7 +95,7 @@ def _replaced(raw: Mapping[str, Any], pins: Mapping[str, str]) -> dict[str, Any]
             return {name: walk(item, name) for name, item in value.items()}
         if isinstance(value, list):
             return [walk(item, key) for item in value]
-        return pins.get(value, value) if key in ("model", "base_model") else value
+        return pins.get(value, value) if key in _REFERENCES and isinstance(value, str) else value
 
     return {key: walk(value, key) for key, value in raw.items() if key != "locked"}
 
@@ -334,6 +342,7 @@ def card_text(
         for found in located.values()
         if found.model.reference.kind == "hub"
     ]
+    on_hub = list(dict.fromkeys(on_hub))
     front: dict[str, Any] = {"tags": ["merge", "atlas", merge.method]}
     if on_hub:
         front = {"base_model": on_hub, **front}

@@ -27,7 +27,7 @@ _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 _TEXT_FOLDERS = ("hf_model_name", "hf_tokenizer_name")
 # What companion patterns match, but what describes other weights than those that are written.
 _LEFT = ("*.index.json", "adapter_config.json", "trainer_state.json", "training_args*", "*.bin")
-_CONFIGS = ("config.json", CONFIG)
+_CONFIGS = ("config.json", "generation_config.json", CONFIG)
 
 
 @contextmanager
@@ -83,9 +83,14 @@ def companion_files(source: Source) -> list[Path]:
 
 
 def copy_companion_files(
-    source: Source, folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    source: Source,
+    folder: Path,
+    change: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Copy the companion files of a model, and its configuration with some values changed."""
+    """Copy the companion files of a model. `change` gives other values for a configuration.
+
+    It is called with the name of the file and with what is in it.
+    """
     for path in companion_files(source):
         text = _changed(path, change) if change and path.name in _CONFIGS else None
         if text is None:
@@ -94,10 +99,10 @@ def copy_companion_files(
             (folder / path.name).write_text(text, "utf-8")
 
 
-def _changed(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> str | None:
+def _changed(path: Path, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> str | None:
     """The file with other values; None if none is another one."""
     found = json.loads(path.read_text("utf-8"))
-    changed = change(found)
+    changed = change(path.name, found)
     return json.dumps(changed, indent=2, ensure_ascii=False) + "\n" if changed != found else None
 
 

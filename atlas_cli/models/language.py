@@ -63,6 +63,8 @@ _COUNTS = (
     ),
 )
 
+_SIZES = ("vocab_size", "text_config.vocab_size")  # settings that hold the number of tokens
+
 
 # Tensors --------------------------------------------------------------------------------------
 
@@ -75,6 +77,11 @@ def is_embedding(name: str) -> bool:
 def is_head(name: str) -> bool:
     """Whether a tensor has a row for every token that may come out."""
     return name.endswith(_HEADS) or name == "output.weight"
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether a tensor has a row for every token."""
+    return is_embedding(name) or is_head(name)
 
 
 def is_before_layers(name: str) -> bool:
@@ -223,3 +230,26 @@ def _set(config: dict[str, Any], path: str, value: Any) -> None:
         config[key] = dict(config.get(key) or {})
         config = config[key]
     config[last] = value
+
+
+def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """A configuration for another number of tokens, wherever it stands."""
+    result = dict(config)
+    there = [key for key in _SIZES if _get(config, key) is not None]
+    for key in there or _SIZES[:1]:
+        _set(result, key, size)
+    return result
+
+
+def with_special_ids(
+    config: Mapping[str, Any], old: Mapping[str, int], new: Mapping[str, int]
+) -> dict[str, Any]:
+    """A configuration whose ids of special tokens are those of another tokenizer."""
+    tokens = {number: token for token, number in old.items()}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        return new.get(tokens.get(value, ""), value) if type(value) is int else value
+
+    return {key: moved(v) if key.endswith("_token_id") else v for key, v in config.items()}

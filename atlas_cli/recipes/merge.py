@@ -23,6 +23,7 @@ from atlas_cli.recipes.merge_checks import (
     without_idle_keys,
 )
 from atlas_cli.recipes.merge_groups import Group, groups_of
+from atlas_cli.recipes.merge_tokenizer import TokenizerEntry, TokenizerWish, wish_of
 from atlas_cli.recipes.model import (
     TABLE,
     TABLE_OR_TEXT,
@@ -205,8 +206,25 @@ class MergeRecipe(Recipe):
         None
     )
     tokenizer_source: Annotated[
-        Annotated[str, in_schema(const="base")] | None,
-        about("`base`: the tokenizer is copied from it."),
+        str | None,
+        about(
+            "The tokenizer of the result: of the `base`, the `union` of all, or of the model that "
+            "is named. Embeddings and heads are aligned with it, token by token."
+        ),
+    ] = None
+    tokenizer: Annotated[
+        TokenizerEntry | None,
+        about(
+            "The same as `source`, with `tokens`, where the rows of single tokens come from, and "
+            "`pad_to_multiple_of` for the number of rows."
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        about(
+            "The chat template of the result: `chatml`, `llama3`, `mistral`, `alpaca`, `exaone`, "
+            "`auto` (what most models have), a file, or the template itself."
+        ),
     ] = None
     vectors: Annotated[
         list[VectorFile] | None,
@@ -293,6 +311,11 @@ class Merge:
     idle: tuple[str, ...] = ()
 
     @property
+    def tokenizer(self) -> TokenizerWish | None:
+        """What the recipe says of the tokenizer of the result."""
+        return wish_of(self.recipe.tokenizer_source, self.recipe.tokenizer)
+
+    @property
     def references(self) -> tuple[str, ...]:
         """Every model that is read, each once."""
         given = (self.layout, *(model for part in self.parts for model in part.references))
@@ -315,7 +338,7 @@ def read_merge(
     idle = idle_keys(found)
     lines = [f"{where}.{path}: has no effect here" for path in idle] if strict else []
     known = without_idle_keys(found)
-    rest = {key: value for key, value in known.items() if not is_refused(key, value)}
+    rest = {key: value for key, value in known.items() if not is_refused(key)}
     problems = problems_of(MergeRecipe, rest, where, check_source)
     lines += [*refused_keys(found, where), *problems.structure, *problems.values]
     if lines:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atlas_cli.errors import nearest
 from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.merge_parameters import idle_parameters, parameter_problems
+from atlas_cli.recipes.merge_tokenizer import tokenizer_problems, tokenizer_sources
 from atlas_cli.recipes.text import table_problems
 from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
 
@@ -24,14 +25,8 @@ SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SCOPES = ("visual", "text", "all")
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope", "head")
-_REFUSED = {
-    "tokenizer": "building a tokenizer; atlas copies the one of the base",
-    "chat_template": "replacing the chat template; atlas copies the one of the base",
-    "experts": "mixtures of experts",
-    "gate_mode": "mixtures of experts",
-    "experts_per_token": "mixtures of experts",
-    "shared_experts": "mixtures of experts",
-}
+_EXPERTS = "mergekit-moe builds mixtures of experts; atlas merges models into one of the same shape"
+_REFUSED = dict.fromkeys(("experts", "gate_mode", "experts_per_token", "shared_experts"), _EXPERTS)
 
 
 def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
@@ -39,17 +34,11 @@ def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
     for key, what in _REFUSED.items():
         if key in found:
             yield f"{where}: '{key}' is not supported: {what}"
-    if is_refused("tokenizer_source", source := found.get("tokenizer_source")):
-        yield (
-            f"{where}.tokenizer_source: '{source}' is not supported; atlas copies the tokenizer "
-            "of the base (tokenizer_source: base)"
-        )
 
 
-def is_refused(key: object, value: object) -> bool:
-    """Whether mergekit knows a key, or this value of it, and atlas does not support it."""
-    other = key == "tokenizer_source" and isinstance(value, str) and value != "base"
-    return key in _REFUSED or other
+def is_refused(key: object) -> bool:
+    """Whether mergekit knows a key and atlas does not support it."""
+    return key in _REFUSED
 
 
 # What has no effect ---------------------------------------------------------------------------
@@ -134,7 +123,7 @@ def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[
     for key in ("base_model", "vectors", "coefficients"):
         if found.get(key) is None or (key == "base_model" and found[key] == ""):
             yield f": key '{key}' is missing; merge_method atlas needs it"
-    for key in ("models", "slices", "modules", "parameters"):
+    for key in ("models", "slices", "modules", "parameters", "tokenizer", "chat_template"):
         if key in found:
             yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
     if found.get("vectors") == [] and not found.get("head"):
@@ -188,12 +177,17 @@ def _model_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[st
     for key in _OURS:
         if key in found:
             yield f": '{key}' belongs to merge_method atlas"
+    groups = list(groups_of(found))
+    named = {e.get("model") for group in groups for e in group.listed} | {found.get("base_model")}
+    yield from tokenizer_problems(found, [name for name in named if isinstance(name, str)])
+    for source, where in tokenizer_sources(found):
+        yield from _reference_problems(source, where, check)
     yield from _choice_problems(found, "")
     modules = found.get("modules")
     for name, module in (modules if isinstance(modules, dict) else {}).items():
         if isinstance(module, dict):
             yield from _choice_problems(module, f".modules.{name}")
-    for group in groups_of(found):
+    for group in groups:
         yield from _group_problems(group, found, check)
 
 

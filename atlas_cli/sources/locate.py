@@ -101,6 +101,31 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
             return _on_hub(reference, reference.name, reference.file, beside)
 
 
+def locate_file(reference: Reference, name: str) -> Source | None:
+    """One file that lies beside the weights of a model, as a source of its own; None without it.
+
+    Weights are not downloaded.
+    """
+    if reference.kind in ("path", "builtin"):
+        local = builtin_model(reference.name) if reference.kind == "builtin" else None
+        path = local or Path(reference.name)
+        file = (path if path.is_dir() else path.parent) / name
+        return Source(reference, file.parent, (file,)) if file.is_file() else None
+    repository = reference.name
+    if reference.kind == "open_clip":
+        repository, _ = _open_clip_repository(reference)
+    snapshot = open_snapshot(repository, reference.revision, [name, *CONFIG_NAMES])
+    if name not in snapshot.files:
+        return None
+    beside = [each for each in snapshot.files if "/" not in each and _is_companion(each)]
+    folder = snapshot.fetch([name, *beside])
+    return Source(reference, folder, (folder / name,), commit=snapshot.commit)
+
+
+def _is_companion(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in COMPANION_FILES)
+
+
 def _in_folder(reference: Reference, folder: Path) -> Source:
     entry = choose_weights([path.name for path in folder.iterdir()], reference.text)
     return Source(reference, folder, tuple(folder / name for name in _members(folder, entry)))
