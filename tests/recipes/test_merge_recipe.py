@@ -173,13 +173,10 @@ BROKEN = {
         ],
     ),
     "what mergekit has and atlas has not": (
-        f"merge_method: linear\n{TWO}\ntokenizer_source: union\nchat_template: auto\n"
-        "experts: []\ntokenizer: {source: union}",
+        f"merge_method: linear\n{TWO}\nexperts: []\ngate_mode: random",
         [
-            "tokenizer_source: 'union' is not supported",
-            "'chat_template' is not supported",
-            "'experts' is not supported: mixtures of experts",
-            "'tokenizer' is not supported",
+            "'experts' is not supported: mergekit-moe builds mixtures of experts",
+            "'gate_mode' is not supported",
         ],
     ),
     "a word of the wrong kind": (
