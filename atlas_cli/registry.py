@@ -268,7 +268,12 @@ ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
 NEEDS = ("labels", "prior", "weak")
 OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.learning.objectives")
 DATASET_KINDS: Registry[Registered] = Registry(
-    "kind of dataset", "atlas_cli.datasets.folders", "atlas_cli.datasets.builtin"
+    "kind of dataset",
+    "atlas_cli.datasets.folders",
+    "atlas_cli.datasets.builtin",
+    "atlas_cli.datasets.from_torchvision",
+    "atlas_cli.datasets.from_hub",
+    "atlas_cli.datasets.from_tars",
 )
 
 
@@ -328,6 +333,7 @@ def dataset_kind(
     splits: Collection[str] | Callable[[str], Collection[str]] = (),
     expand: Callable[[str], list[str]] | None = None,
     chooses_split: bool = False,
+    streams: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function as a kind of dataset: of NAME:ADDRESS in recipes and on command lines.
 
@@ -335,8 +341,10 @@ def dataset_kind(
     `splits` are the splits that there are, or a function of the address that names them. `expand`
     checks an address and gives the references that it stands for. With `chooses_split`, the
     function is given the split that was asked for, if any, and the preferred ones, and chooses.
+    If it also `streams`, it is given `shots` and `seed` as well, and gives at least so many images
+    of every class without reading more than it needs.
     """
-    facts = {"splits": splits, "expand": expand, "chooses_split": chooses_split}
+    facts = {"splits": splits, "expand": expand, "chooses_split": chooses_split, "streams": streams}
     return _decorator(DATASET_KINDS, name, facts)
 
 

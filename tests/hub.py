@@ -5,8 +5,9 @@
         subprocess.run([...], env=hub.env(tmp_path / "home"))
         assert hub.gets("config.json")
 
-It answers what the client asks for when it reads a model repository: model info, file trees, refs,
-and files by ``HEAD`` and ``GET`` with ranges. There are no uploads, no Xet storage, no redirects.
+It answers what the client asks for when it reads a repository of a model, or of a dataset
+(``datasets/owner/name``): info, file trees, refs, and files by ``HEAD`` and ``GET`` with ranges.
+There are no uploads, no Xet storage, no redirects.
 
 Two answers differ from the Hub's on purpose. A missing repository is 404 to everybody (the Hub says
 401 to callers without a token), and a private one is 401 *with* ``X-Error-Code: RepoNotFound`` (the
@@ -317,6 +318,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._handle()
 
+    def do_POST(self) -> None:
+        self._handle()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Stay silent."""
 
@@ -327,16 +331,19 @@ class _Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             parts = [unquote(part) for part in url.path.strip("/").split("/")]
             query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-            api = parts[:2] == ["api", "models"]
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            api = parts[:2] in (["api", "models"], ["api", "datasets"])
+            kind = "datasets/" if "datasets" in parts[:2] else ""
+            parts = parts[1:] if parts[:1] == ["datasets"] else parts
             if not (api or "resolve" in parts[1:3][: len(parts) - 3]):
                 raise _Answer(404, "", "Sorry, we can't find the page you are looking for.")
             status = hub._next_failure()
             if status is not None:
                 raise _Answer(status)
             if api:
-                self._send(200, json.dumps(self._api(parts[2:], query)).encode())
+                self._send(200, json.dumps(self._api(kind, parts[2:], query, body)).encode())
             else:
-                self._resolve(parts)
+                self._resolve(kind, parts)
         except _Answer as answer:
             body = json.dumps({"error": answer.message or self.responses[answer.status][0]})
             self._send(answer.status, body.encode(), answer.headers)
@@ -344,13 +351,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _repo(self, name: str, *, content: bool = False) -> _Repo:
         return self.server.hub._find(name, self.headers.get("Authorization"), content=content)
 
-    def _api(self, parts: list[str], query: dict[str, str]) -> Any:
-        cut = next(
-            (i for i in (1, 2) if parts[i : i + 1] in (["revision"], ["tree"], ["refs"])),
-            len(parts),
-        )
+    def _api(self, kind: str, parts: list[str], query: dict[str, str], body: bytes) -> Any:
+        verbs = (["revision"], ["tree"], ["refs"], ["paths-info"])
+        cut = next((i for i in (1, 2) if parts[i : i + 1] in verbs), len(parts))
         name, rest = "/".join(parts[:cut]), parts[cut:]
-        repo = self._repo(name)
+        repo = self._repo(kind + name)
         if rest[:1] == ["refs"]:
             return {
                 "branches": _refs("heads", repo.branches),
@@ -363,6 +368,9 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["tree"]:
             recursive = query.get("recursive", "").lower() in ("true", "1")
             return _tree(repo.commits[commit], "/".join(rest[2:]), recursive=recursive)
+        if rest[:1] == ["paths-info"]:
+            every = _tree(repo.commits[commit], "", recursive=True)
+            return [entry for entry in every if entry["path"] in _asked_paths(body)]
         with_blobs = query.get("blobs", "").lower() in ("true", "1")
         return {
             "_id": _git_oid("repo", name.encode())[:24],
@@ -383,9 +391,9 @@ class _Handler(BaseHTTPRequestHandler):
             ],
         }
 
-    def _resolve(self, parts: list[str]) -> None:
+    def _resolve(self, kind: str, parts: list[str]) -> None:
         cut = parts.index("resolve", 1, 3)
-        repo = self._repo("/".join(parts[:cut]), content=True)
+        repo = self._repo(kind + "/".join(parts[:cut]), content=True)
         revision, filename = parts[cut + 1], "/".join(parts[cut + 2 :])
         commit = _commit(repo, revision)
         blob = repo.commits[commit].get(filename)
@@ -445,6 +453,13 @@ def _commit(repo: _Repo, revision: str) -> str:
     if commit is None:
         raise _Answer(404, "RevisionNotFound", f"Invalid rev id: {revision}")
     return commit
+
+
+def _asked_paths(body: bytes) -> set[str]:
+    """The paths that a form or a JSON object asks for."""
+    if body.startswith(b"{"):
+        return set(json.loads(body)["paths"])
+    return set(parse_qs(body.decode())["paths"])
 
 
 def _refs(kind: str, named: Mapping[str, str]) -> list[dict[str, str]]:

@@ -23,7 +23,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy"}),
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
-    "datasets": ({"core", "io", "sources"}, {"torch", "numpy", "PIL"}),
+    "datasets": (
+        {"core", "io", "sources"},
+        {"torch", "numpy", "PIL", "datasets", "huggingface_hub", "pyarrow"},
+    ),
     "models": (
         {"core", "io", "parallel", "sources"},
         {"tokenizers", "torch"},

@@ -131,6 +131,7 @@ def list_commands() -> typer.Typer:
     import typer
 
     from atlas_cli.cli.add import add
+    from atlas_cli.cli.data import data
     from atlas_cli.cli.demo import demo
     from atlas_cli.cli.draw import draw
     from atlas_cli.cli.eval import evaluate
@@ -154,7 +155,7 @@ def list_commands() -> typer.Typer:
         epilog=_EPILOG,
     )
     app.callback()(atlas)
-    commands = (demo, evaluate, draw, finetune, extract, fit, negate, add, tta)
+    commands = (demo, evaluate, data, draw, finetune, extract, fit, negate, add, tta)
     for command in (*commands, inspect, merge, report):
         name = "eval" if command is evaluate else command.__name__
         app.command(name, cls=Command)(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,36 @@ def _check_templates(templates: list[str] | None) -> list[str]:
     return list(check_templates(templates or [], "--template"))
 
 
+def _set_data_root(folder: Path | None) -> None:
+    """Kinds of datasets look where ATLAS_DATA says, in this process and in those it starts."""
+    if folder is not None:
+        os.environ["ATLAS_DATA"] = str(folder)
+
+
+def _set_download(wanted: bool) -> None:
+    if wanted:
+        os.environ["ATLAS_DOWNLOAD"] = "1"
+
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-root",
+        metavar="DIR",
+        help="Where torchvision: finds its datasets; default ATLAS_DATA.",
+        callback=_set_data_root,
+        expose_value=False,
+    ),
+]
+Download = Annotated[
+    bool,
+    typer.Option(
+        "--download",
+        help="Let torchvision: download what is not there.",
+        callback=_set_download,
+        expose_value=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes on stderr.")]
 Seed = Annotated[
@@ -141,11 +172,13 @@ _RUN_OPTIONS: dict[str, Any] = {
     "force": Force,
     "threads": _option(int, "--threads", min=1, help="Cores to use; default all."),
     "device": Device,
+    "data_root": DataRoot,
+    "download": Download,
     "as_json": AsJson,
     "quiet": Quiet,
 }
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
-_SWITCHES = {"linearised", "resume", "force", "as_json", "quiet"}
+_SWITCHES = {"linearised", "resume", "force", "download", "as_json", "quiet"}
 
 
 def _signature(function: Callable[..., None]) -> inspect.Signature:

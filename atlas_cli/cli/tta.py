@@ -40,7 +40,10 @@ Images = Annotated[
 ]
 Classes = Annotated[
     str | None,
-    typer.Option(metavar="NAMES", help="Class names: a,b,c or a file with one per line."),
+    typer.Option(
+        metavar="NAMES",
+        help="Class names: a,b,c, a file with one per line, or a well-known dataset.",
+    ),
 ]
 Objective = Annotated[
     str | None,

@@ -7,6 +7,7 @@ of a registry, which plugins add to; each opens its addresses as a `Dataset`.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from atlas_cli.datasets.known import named_templates
 from atlas_cli.errors import DataError, UsageError, nearest
 from atlas_cli.registry import DATASET_KINDS, Registered
 
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image
 
-    ImageLike: TypeAlias = Path | str | Image.Image | npt.NDArray[Any]
+    ImageLike: TypeAlias = Path | str | bytes | Image.Image | npt.NDArray[Any]
 
-GRAMMAR = "a folder with a sub-folder per class, a flat folder, csv:FILE or builtin:NAME"
+GRAMMAR = (
+    "a folder with a sub-folder per class, a flat folder, csv:FILE, builtin:NAME, "
+    "torchvision:NAME, hf:OWNER/NAME or wds:SHARDS.tar"
+)
 DEFAULT_TEMPLATE = "a photo of a {}."
 SPLITS = ("train", "val", "test")
 
@@ -33,9 +38,9 @@ SPLITS = ("train", "val", "test")
 class Sample:
     """One image and its class, as a position among the classes, if it is known.
 
-    `image` is a path, a PIL image, an array (height, width, 3) of bytes, or a function that gives
-    one of these. Without it, the image is the file `key` below the root of the dataset. `sha256` is
-    the digest of its content, where that has been taken already.
+    `image` is a path, the bytes of an image file, a PIL image, an array (height, width, 3) of
+    bytes, or a function that gives one of these. Without it, the image is the file `key` below the
+    root of the dataset. `sha256` is the digest of its content, where that has been taken already.
     """
 
     key: str
@@ -92,21 +97,26 @@ def open_dataset(
     split: str | None = None,
     templates: Sequence[str] = (),
     preferred: Sequence[str] = ("test", "val"),
+    shots: int | None = None,
+    seed: int = 0,
 ) -> Dataset:
-    """List the images behind a data reference. No image is opened.
+    """List the images behind a data reference, `shots` of every class if given.
 
     Without `split`, the first of `preferred` that exists is taken, else all images.
-    `templates` replaces those that come with the data.
+    `templates` replaces those that come with the data. No image is opened, but what is streamed
+    is fetched, no more of it than the shots need.
     """
     (text,) = expand_references([text])
     kind, address = _kind_of(text)
     dataset: Dataset
     if kind.facts.get("chooses_split"):
-        dataset = kind.function(address, split, preferred)
+        wanted = {"shots": shots, "seed": seed} if kind.facts.get("streams") else {}
+        dataset = kind.function(address, split, preferred, **wanted)
     else:
         chosen = _choose_split(text, _splits_of(kind, address), [split] if split else preferred)
         dataset = _checked(text, chosen, kind.function(address, chosen))
-    return replace(dataset, name=text, templates=tuple(templates) or dataset.templates)
+    dataset = replace(dataset, name=text, templates=tuple(templates) or dataset.templates)
+    return few_shot(dataset, shots, seed) if shots and dataset.labelled else dataset
 
 
 def open_datasets(
@@ -119,10 +129,10 @@ def open_datasets(
 ) -> list[Dataset]:
     """The datasets behind data references, with `shots` images of every class if given."""
     checked = check_templates(templates, "templates")
-    datasets = [
-        open_dataset(text, split=split, templates=checked) for text in expand_references(texts)
+    return [
+        open_dataset(text, split=split, templates=checked, shots=shots, seed=seed)
+        for text in expand_references(texts)
     ]
-    return [few_shot(dataset, shots, seed) if shots else dataset for dataset in datasets]
 
 
 def has_split(text: str, split: str) -> bool:
@@ -150,6 +160,15 @@ def check_exists(path: Path, hint: str = "") -> None:
 def _splits_of(kind: Registered, address: str) -> Collection[str]:
     splits: Collection[str] | Callable[[str], Collection[str]] = kind.facts.get("splits", ())
     return splits(address) if callable(splits) else splits
+
+
+def pick_split(
+    text: str, splits: Collection[str], split: str | None, preferred: Sequence[str]
+) -> str | None:
+    """The split that was asked for, or the first preferred one; None if there are no splits."""
+    if not split and not splits:
+        return None
+    return _choose_split(text, splits, [split] if split else preferred)
 
 
 def _choose_split(text: str, splits: Collection[str], wanted: Sequence[str]) -> str | None:
@@ -193,6 +212,8 @@ def load(dataset: Dataset, sample: Sample) -> Image.Image:
     found = _image_of(dataset, sample)
     if isinstance(found, Path):
         return decode(found)
+    if isinstance(found, bytes):
+        return decode(io.BytesIO(found), f"{dataset.name}: image {sample.key}")
     try:
         if not isinstance(found, Image.Image):
             found = Image.fromarray(found)
@@ -210,31 +231,34 @@ def content(dataset: Dataset, sample: Sample) -> bytes:
             return found.read_bytes()
         except OSError as problem:
             raise DataError(f"{found}: cannot be read: {problem.strerror}") from problem
+    if isinstance(found, bytes):
+        return found
     import numpy as np
 
     pixels = np.asarray(found)
     return f"{pixels.shape} {pixels.dtype}\n".encode() + pixels.tobytes()
 
 
-def _image_of(dataset: Dataset, sample: Sample) -> Path | Image.Image | npt.NDArray[Any]:
+def _image_of(dataset: Dataset, sample: Sample) -> Path | bytes | Image.Image | npt.NDArray[Any]:
     found = sample.image() if callable(sample.image) else sample.image
     if found is None:
         return dataset.root / sample.key
     return Path(found).expanduser() if isinstance(found, str) else found
 
 
-def decode(path: Path) -> Image.Image:
-    """Read a file as RGB: EXIF rotation applied, transparency laid on white, 16 bits made 8."""
+def decode(file: Path | io.BytesIO, where: str = "") -> Image.Image:
+    """Read an image as RGB: EXIF rotation applied, transparency laid on white, 16 bits made 8."""
     from PIL import Image, ImageOps
 
+    where = where or str(file)
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError as problem:
-        raise DataError(f"{path}: no such image") from problem
+        raise DataError(f"{where}: no such image") from problem
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as problem:
-        raise DataError(f"{path}: cannot be decoded: {_first_line(problem)}") from problem
+        raise DataError(f"{where}: cannot be decoded: {_first_line(problem)}") from problem
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -271,7 +295,7 @@ def few_shot(dataset: Dataset, shots: int, seed: int) -> Dataset:
             raise DataError(
                 f"{dataset.name}: class '{name}' has {len(members)} images, fewer than {shots}"
             )
-        kept += sorted(members, key=lambda sample: _rank(sample.key, seed))[:shots]
+        kept += sorted(members, key=lambda sample: rank(sample.key, seed))[:shots]
     return replace(dataset, samples=tuple(kept))
 
 
@@ -281,11 +305,12 @@ def share_of(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     for label in range(len(dataset.classes)):
         members = [sample for sample in dataset.samples if sample.label == label]
         count = math.ceil(len(members) * fraction)
-        kept += sorted(members, key=lambda sample: _rank(sample.key, seed))[:count]
+        kept += sorted(members, key=lambda sample: rank(sample.key, seed))[:count]
     return replace(dataset, samples=tuple(kept))
 
 
-def _rank(key: str, seed: int) -> tuple[bytes, str]:
+def rank(key: str, seed: int) -> tuple[bytes, str]:
+    """Where an image stands among those of its class when shots are drawn."""
     return hashlib.sha256(f"{seed}:{Path(key).stem}".encode()).digest(), key
 
 
@@ -295,8 +320,11 @@ _SPLIT = re.compile(r"(val|valid|validation|train|test)$")
 
 
 def check_templates(templates: Iterable[str], where: str) -> tuple[str, ...]:
-    """The templates, each with exactly one {} for the class name. Raises UsageError."""
-    checked = tuple(templates)
+    """The templates, each with exactly one {} for the class name. Raises UsageError.
+
+    The name of a well-known dataset stands for its prompts.
+    """
+    checked = tuple(named_templates(tuple(templates), where))
     for template in checked:
         if template.count("{}") != 1 or template.replace("{}", "").count("{"):
             raise UsageError(f"{where}: '{template}' needs one {{}} where the class name goes")
@@ -307,6 +335,8 @@ def task_name(dataset: Dataset) -> str:
     """What a task is called: the last part of its address, without an ending."""
     kind, colon, address = dataset.name.partition(":")
     if colon and kind in DATASET_KINDS:
+        if DATASET_KINDS[kind].facts.get("streams"):  # OWNER/NAME:CONFIG@SPLIT, NAME-{00..10}.tar
+            address = re.split(r"[:@{]", address.partition("://")[2] or address)[0].rstrip("-_/")
         return Path(address).stem or kind
     return Path(dataset.name).stem or dataset.root.resolve().name
 

@@ -28,7 +28,10 @@ class Exported:
 def write_folder(
     datasets: Sequence[Dataset], folder: Path, advance: Callable[[int], None]
 ) -> Exported:
-    """Write SPLIT/CLASS/NAME.png for every image. The folder appears when it is complete."""
+    """Write SPLIT/CLASS/NAME.png for every image. The folder appears when it is complete.
+
+    Images without splits go to CLASS/NAME.png.
+    """
     if folder.exists():
         raise AtlasError(f"{folder}: exists already; remove it or choose another name")
     if not folder.absolute().parent.is_dir():
@@ -36,7 +39,8 @@ def write_folder(
     try:
         with _whole(folder) as temporary:
             for dataset in datasets:
-                _write_images(dataset, temporary / dataset.split, advance)
+                below = "" if dataset.split == "all" else dataset.split
+                _write_images(dataset, temporary / below, advance)
             names = sorted(datasets[0].classes, key=_folder_name)
             _write_lines(temporary / "classnames.txt", names)
             _write_lines(temporary / "templates.txt", datasets[0].templates)
@@ -63,7 +67,7 @@ def _write_images(dataset: Dataset, folder: Path, advance: Callable[[int], None]
         (folder / _folder_name(name)).mkdir(parents=True)
     for sample in dataset.samples:
         name = dataset.classes[sample.label or 0]
-        load(dataset, sample).save(folder / _folder_name(name) / f"{sample.key}.png")
+        load(dataset, sample).save(folder / _folder_name(name) / f"{Path(sample.key).stem}.png")
         advance(1)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from atlas_cli import __version__
-from atlas_cli.datasets.dataset import Dataset, check_templates, few_shot, open_dataset, share_of
+from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset, share_of
 from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.learning.events import (
     Listener,
@@ -236,17 +236,20 @@ def open_labelled(
 ) -> Dataset:
     """Labelled images to learn from, as many of each class as the recipe wants."""
     templates = check_templates(recipe.templates, "templates")
-    dataset = open_dataset(name, split=recipe.split, templates=templates, preferred=preferred)
+    shots = parse_shots(recipe.shots)
+    dataset = open_dataset(
+        name,
+        split=recipe.split,
+        templates=templates,
+        preferred=preferred,
+        shots=shots if isinstance(shots, int) else None,
+        seed=recipe.seed,
+    )
     if not dataset.labelled:
         raise DataError(f"{dataset.name}: has no labels; a sub-folder per class is needed")
     if len(dataset.classes) < 2:
         raise DataError(f"{dataset.name}: has one class only; there is nothing to tell apart")
-    shots = parse_shots(recipe.shots)
-    if shots is None:
-        return dataset
-    if isinstance(shots, float):
-        return share_of(dataset, shots, recipe.seed)
-    return few_shot(dataset, shots, recipe.seed)
+    return share_of(dataset, shots, recipe.seed) if isinstance(shots, float) else dataset
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from atlas_cli.datasets.dataset import (
     content,
     open_dataset,
 )
+from atlas_cli.datasets.known import named_classes
 from atlas_cli.errors import ClosedError, DataError, UsageError
 from atlas_cli.io.files import write_text
 from atlas_cli.learning.events import Listener, Predicted, Saving, Warned, ignore, never
@@ -153,7 +154,7 @@ def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
 
     Files are put in the order of their contents' hashes: names of folders give classes away, too.
     """
-    names = check_classes(classes or dataset.classes, dataset.name)
+    names = check_classes(named_classes(classes) or dataset.classes, dataset.name)
     samples = dataset.unlabelled().samples
     if not dataset.keys_identify:
         hashed = [replace(s, sha256=sha256(content(dataset, s)).digest()) for s in samples]
@@ -277,7 +278,7 @@ class Streaming(Adapting):
     def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
         """No images, but their classes."""
         templates = check_templates(self.recipe.templates, "templates") or (DEFAULT_TEMPLATE,)
-        classes = check_classes(self.recipe.classes, _STREAM)
+        classes = check_classes(named_classes(self.recipe.classes), _STREAM)
         return (Dataset(_STREAM, "all", classes, templates, ()),), ()
 
 

@@ -236,7 +236,7 @@ def test_quiet_shows_no_bar_on_a_terminal(on_terminal):
         (["eval", "builtin:tiny", *DIGITS, "--arch", "ViT-B-3"], "did you mean 'ViT-B-32'?"),
         (["eval", "builtin:tiny", *DIGITS, "--batch-size", "0"], "--batch-size"),
         (["eval", "builtin:tiny", *DIGITS, "--seed", "-1"], "--seed"),
-        (["draw", "digits", "-o", "x"], "'digits' is no built-in task"),
+        (["draw", "digits", "-o", "x"], "no such data: digits"),
         (["draw", "builtin:digits"], "Missing option"),
     ],
 )
