@@ -172,11 +172,10 @@ _RUN_OPTIONS: dict[str, Any] = {
     "force": Force,
     "threads": _option(int, "--threads", min=1, help="Cores to use; default all."),
     "device": Device,
-    "data_root": DataRoot,
-    "download": Download,
     "as_json": AsJson,
     "quiet": Quiet,
 }
+_ACCESS: dict[str, Any] = {"data_root": DataRoot, "download": Download}  # their callbacks do it all
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "as_json", "quiet"}
 
@@ -200,10 +199,11 @@ def learning_command(
         if name not in ("flags", "options", "output")
     }
     offered = [name for name in _FLAGS if name not in without]
-    kinds = {**{name: _FLAGS[name] for name in offered}, **_RUN_OPTIONS}
+    kinds = {**{name: _FLAGS[name] for name in offered}, **_RUN_OPTIONS, **_ACCESS}
     shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
 
     def command(**given: Any) -> None:
+        given = {name: value for name, value in given.items() if name not in _ACCESS}
         output = OutputOptions(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
         from atlas_cli.learning.run import RunOptions  # only once a command is run
 
