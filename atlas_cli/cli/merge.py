@@ -60,6 +60,10 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse recipes with parameters that have no effect.")
 ]
 
+MaxRank = Annotated[
+    int | None, typer.Option(min=1, help="Of LoRA adapters: the best one of this rank, at most.")
+]
+
 
 def merge(
     recipe: RecipeFile = None,
@@ -76,6 +80,7 @@ def merge(
     push: Push = None,
     allow_nonfinite: AllowNonfinite = False,
     strict: Strict = False,
+    max_rank: MaxRank = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -89,7 +94,7 @@ def merge(
       atlas merge run -o merged
     """
 
-    from atlas_cli.merging.merge import MergeOptions, plan_merge
+    from atlas_cli.merging.merge import MergeOptions, plan_merge, with_max_rank
     from atlas_cli.merging.merge import merge as run
 
     if schema:
@@ -104,6 +109,8 @@ def merge(
     budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
     _check(push, explain)
     checked = _read_recipe(recipe, strict=strict)
+    if max_rank is not None:
+        checked = with_max_rank(checked, max_rank)
     shown = _read_evaluation(evaluation) if evaluation else None
     options = MergeOptions(budget, threads, device, shard, force, shown, allow_nonfinite)
     target = output or Path("merged")
@@ -182,6 +189,7 @@ class _Listener(ExitStack):
             Doubt,
             FilterUnused,
             MergeStarted,
+            RankReduced,
             SettingsUnused,
         )
 
@@ -197,6 +205,8 @@ class _Listener(ExitStack):
                 self._advance = self.enter_context(bar)
             case BytesWritten(count):
                 self._advance(count)
+            case RankReduced(rank, error):
+                console.note(f"rank {rank}: relative error {error:.2g} of the exact sum")
 
 
 def _show(result: object, *, as_json: bool) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from atlas_cli.io.files import write_text
+from atlas_cli.merging.adapters import CONFIG
 from atlas_cli.merging.inputs import Inputs
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import changed_config, restacked
@@ -25,6 +28,8 @@ def write_companions(
     """Copy the files beside the layout's model, with what the recipe changes in them."""
     change = partial(_changed, merge, located, inputs)
     copy_companion_files(located[merge.layout].model, folder, change)
+    if inputs.adapter:
+        write_text(folder / CONFIG, json.dumps(inputs.adapter.config, indent=2) + "\n")
     if inputs.vocabulary:
         write_tokenizer(inputs.vocabulary.tokenizer, folder)
     if merge.recipe.chat_template:

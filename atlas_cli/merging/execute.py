@@ -116,6 +116,8 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     clip = is_clip(inputs.base) and not is_transformers(inputs.base)
     # open_clip looks for one file of this name.
     stem, limit = ("open_clip_model", 1 << 62) if clip else (_stem(request), request.shard)
+    if inputs.adapter:
+        stem, limit = "adapter_model", 1 << 62  # peft looks for one file
     names = (inputs.layout, inputs.merged, inputs.compute)
     groups = lay_out(*names, merge.recipe, limit=limit, stem=stem)
     promise = locked(merge, located, promised_hashes(merge, located))

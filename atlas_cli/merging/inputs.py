@@ -9,6 +9,7 @@ import torch
 
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.merging.adapters import MergedAdapter, are_adapters, merge_adapters
 from atlas_cli.merging.plan import (
     Resolved,
     check_fit,
@@ -49,10 +50,15 @@ class Inputs:
     untied: bool = False  # whether the result has a head that the layout's model does not store
     vocabulary: Vocabulary | None = None  # of the result, if it is not that of the layout's model
     doubts: Sequence[str] = ()
+    adapter: MergedAdapter | None = None  # the result, if it is no model
 
 
 def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
     """Open every model, and check that all fit each other. No value is read."""
+    if merge.method != "atlas" and are_adapters(merge, located):
+        return _adapters(merge, located, how)
+    if merge.recipe.max_rank is not None:
+        raise UsageError("max_rank is for merges of LoRA adapters into one; these are models")
     layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
     if merge.method == "atlas":
         learned = open_learned(merge.recipe, located[merge.layout].model, layout, how)
@@ -90,6 +96,13 @@ def open_vocabulary(
     source = read(wish.source) if wish.source not in (BASE, UNION) else None
     doubts = [f"{who}: has no {TOKENIZER}; that of {merge.layout} is taken" for who in lacking]
     return build_vocabulary(wish, merge.layout, tokenizers, rows, source), doubts
+
+
+def _adapters(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
+    """Nothing is left to compute but what the merged adapter computes when it is read."""
+    found = merge_adapters(merge, located)
+    producer = BySegment({}, Model(merge.layout, found.tensors), how)
+    return Inputs(found.tensors, [], {}, found.tensors, producer, {}, adapter=found)
 
 
 def _arrange(

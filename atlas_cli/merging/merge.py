@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,15 @@ class BytesWritten:
     count: int
 
 
-MergeEvent = FilterUnused | SettingsUnused | Doubt | MergeStarted | BytesWritten
+@dataclass(frozen=True)
+class RankReduced:
+    """An adapter of a limited rank was written: |what it leaves out| / |the exact sum|."""
+
+    rank: int
+    error: float
+
+
+MergeEvent = RankReduced | FilterUnused | SettingsUnused | Doubt | MergeStarted | BytesWritten
 MergeListener = Callable[[MergeEvent], None]
 
 
@@ -163,7 +171,9 @@ def merge(
 
     on_event(MergeStarted(prepared.plan.bytes))
     write(prepared, lambda count: on_event(BytesWritten(count)))
-    plan = prepared.plan
+    plan, adapter = prepared.plan, prepared.inputs.adapter
+    if adapter and checked.recipe.max_rank and (error := adapter.error()) is not None:
+        on_event(RankReduced(checked.recipe.max_rank, error))
     return Merged(
         str(target),
         checked.method,
@@ -210,6 +220,12 @@ def plan_merge(
         explained=explained(inputs.segments, inputs.resolved, explain) if explain else [],
         outputs=[tensor.facts() for tensor in plan.outputs],
     )
+
+
+def with_max_rank(merge: Merge, rank: int) -> Merge:
+    """The same merge of adapters with a limit on the rank, which its lockfile keeps."""
+    recipe = merge.recipe.model_copy(update={"max_rank": rank})
+    return replace(merge, recipe=recipe, raw={**merge.raw, "max_rank": rank})
 
 
 def _checked(recipe: Merge | str | Path) -> Merge:

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 
-from atlas_cli.core.storage import Factors
 from atlas_cli.errors import AtlasError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Segment
+from atlas_cli.models.adapters import adapted
 from atlas_cli.models.language import is_vocabulary
-from atlas_cli.models.lora import open_adapter
-from atlas_cli.models.tensor_names import plain, renamed, unwrapped
+from atlas_cli.models.lora import has_factors, is_adapter
+from atlas_cli.models.tensor_names import plain, renamed
 from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
 from atlas_cli.recipes.merge_parameters import resolve
 from atlas_cli.registry import MERGE_METHODS
-from atlas_cli.sources.locate import Source
 
 TILE = 1 << 19  # elements that are read, merged and written at a time
 _TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
@@ -38,48 +37,29 @@ _SHOWN = 5  # problems of an error message
 
 def open_layout(reference: str, located: Located) -> LazyTensors:
     """The tensors of the model whose names the result has."""
-    tensors = plain(open_tensors(located.model.weights), reference)
-    return _adapted(tensors, located.adapter)
+    return _adapted(plain(_opened(reference, located), reference), located)
 
 
 def open_like(reference: str, located: Located, like: LazyTensors) -> LazyTensors:
     """The tensors of a model under the names of another, to which they must fit."""
-    tensors = renamed(open_tensors(located.model.weights), like, reference)
-    return _adapted(tensors, located.adapter)
+    return _adapted(renamed(_opened(reference, located), like, reference), located)
 
 
-# LoRA -----------------------------------------------------------------------------------------
+def _opened(reference: str, located: Located) -> LazyTensors:
+    """The tensors of a model. Raises MismatchError for an adapter, which is none by itself."""
+    tensors = open_tensors(located.model.weights)
+    if is_adapter(located.model, tensors) or has_factors(tensors):
+        raise MismatchError(
+            f"{reference}: is a LoRA adapter, not a model; write MODEL+{reference} for the model "
+            "that it makes, or list adapters only, to merge them into one adapter"
+        )
+    return tensors
 
 
-def _adapted(tensors: LazyTensors, adapter: Source | None) -> LazyTensors:
-    """base + B A, in the dtype of the base, for every tensor that the adapter changes."""
-    if adapter is None:
+def _adapted(tensors: LazyTensors, located: Located) -> LazyTensors:
+    if located.adapter is None:
         return tensors
-    plainly = {unwrapped(name): name for name in tensors}
-    base = {inner: tensors[name] for inner, name in plainly.items()}
-    blocks = open_adapter(adapter, open_tensors(adapter.weights), base)
-    changed = {plainly[name]: _plus(base[name], read) for name, read in blocks.items()}
-    return {**tensors, **changed}
-
-
-def _plus(base: LazyTensor, read: Callable[[], Factors]) -> LazyTensor:
-    width = base.shape[1] if len(base.shape) > 1 else 1
-    for size in base.shape[2:]:
-        width *= size
-
-    def part(start: int, stop: int) -> torch.Tensor:
-        first, last = start // width, -(-stop // width)
-        rows = base.span(first * width, last * width).float().reshape(last - first, width)
-        for one in read().parts:
-            low, high = max(first, one.start), min(last, one.start + len(one.up))
-            if low < high:
-                up = one.up[low - one.start : high - one.start]
-                rows[low - first : high - first] += up @ one.down
-        flat = rows.reshape(-1)[start - first * width : stop - first * width]
-        return flat.to(base.dtype)
-
-    size = base.shape[0] * width
-    return LazyTensor(base.shape, base.dtype, lambda: part(0, size).reshape(base.shape), part)
+    return adapted(tensors, located.adapter, open_tensors(located.adapter.weights))
 
 
 # Fitting --------------------------------------------------------------------------------------

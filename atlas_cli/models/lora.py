@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atlas_cli.core.storage import BlockPart, Factors
@@ -20,6 +20,8 @@ from atlas_cli.models.tensor_names import unwrapped
 from atlas_cli.sources.locate import Source
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_EMBEDDED = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_embedding_([AB])(?:\.default)?")
+_ANY_FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)")
 # Settings that change nothing about what a finished adapter adds to the weights.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
@@ -46,6 +48,7 @@ class _Settings:
     alpha_pattern: Mapping[str, float]
     by_root: bool
     transposed: bool
+    embeddings: frozenset[str] = frozenset()  # modules whose factors are transposed in any case
 
     def scale_of(self, module: str, rank: int) -> float:
         """alpha / r, or alpha / sqrt(r) with rslora; patterns may set both for a module."""
@@ -89,17 +92,30 @@ def is_adapter(source: Source, tensors: LazyTensors) -> bool:
     return named or any(".lora_A." in name for name in tensors)
 
 
+def has_factors(names: Iterable[str]) -> bool:
+    """Whether some tensors are factors of LoRA, of any library: they are no weights."""
+    return any(_ANY_FACTOR.search(name) for name in names)
+
+
+def factor_of(name: str) -> tuple[str, str] | None:
+    """The module and the letter, A or B, of a tensor that is a factor of LoRA."""
+    match = _FACTOR.fullmatch(name) or _EMBEDDED.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
 def open_adapter(
-    source: Source, tensors: LazyTensors, base: LazyTensors
+    source: Source, tensors: LazyTensors, base: LazyTensors, applied: Collection[str] = ()
 ) -> dict[str, Callable[[], Factors]]:
     """The blocks of `base` that an adapter changes, each as factors once it is asked for.
 
-    Raises CheckpointError for any setting or tensor that would not be applied exactly.
+    Raises CheckpointError for any setting or tensor that would not be applied exactly, but for
+    the settings that the caller has `applied`.
     """
     where = source.reference.text
-    settings = _read_settings(source)
+    embedded = frozenset(match[1] for name in tensors if (match := _EMBEDDED.fullmatch(name)))
+    settings = replace(read_settings(source, applied), embeddings=embedded)
     pieces: dict[str, list[_Piece]] = {}
-    for module, factors in _pairs(tensors, where).items():
+    for module, factors in pairs_of(tensors, where).items():
         name, piece = _place(module, factors, base, settings)
         pieces.setdefault(name, []).append(piece)
     return {name: _block(base[name].shape, pieces[name]) for name in pieces}
@@ -110,11 +126,12 @@ def _block(shape: tuple[int, ...], pieces: list[_Piece]) -> Callable[[], Factors
     return lambda: Factors(shape, tuple(piece.read() for piece in ordered))
 
 
-def _read_settings(source: Source) -> _Settings:
+def read_settings(source: Source, applied: Collection[str] = ()) -> _Settings:
+    """What an adapter says of itself. Raises CheckpointError for what atlas does not apply."""
     where, config = source.reference.text, source.config("adapter_config.json")
     if config is None:
         raise CheckpointError(f"{where}: is an adapter, but there is no adapter_config.json by it")
-    _check(config, where)
+    _check({key: value for key, value in config.items() if key not in applied}, where)
     found: Any = config
     try:
         return _Settings(
@@ -149,14 +166,14 @@ def _check(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _pairs(tensors: LazyTensors, where: str) -> dict[str, dict[str, LazyTensor]]:
+def pairs_of(tensors: LazyTensors, where: str) -> dict[str, dict[str, LazyTensor]]:
     """Both factors of every adapted module; any other tensor is refused by name."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
-        match = _FACTOR.fullmatch(name)
-        if match is None or len(tensor.shape) < 2 or 0 in tensor.shape:
+        factor = factor_of(name)
+        if factor is None or len(tensor.shape) < 2 or 0 in tensor.shape:
             raise CheckpointError(f"{where}: {name} is no factor of LoRA, so it is not applied")
-        found.setdefault(match[1], {})[match[2]] = tensor
+        found.setdefault(factor[0], {})[factor[1]] = tensor
     for module, factors in found.items():
         if factors.keys() != {"A", "B"} or factors["A"].shape[0] != factors["B"].shape[1]:
             raise CheckpointError(f"{where}: {module} lacks one of its factors, or they differ")
@@ -167,14 +184,15 @@ def _place(
     module: str, factors: Mapping[str, LazyTensor], base: LazyTensors, settings: _Settings
 ) -> tuple[str, _Piece]:
     """The block that a module's factors change, and how; raises MismatchError if none fits."""
-    name, part = _block_of(unwrapped(module).replace(".base_layer", ""), base)
+    name, part = block_of_module(unwrapped(module).replace(".base_layer", ""), base)
     if name not in base:
         raise MismatchError(f"{settings.where}: {module} has no place in the base model ({name})")
     up, down = factors["B"], factors["A"]
     shape = base[name].shape
     rows = shape[0] // 3 if part in tensor_names.THIRDS else shape[0]
     start = tensor_names.THIRDS.index(part) * rows if part in tensor_names.THIRDS else 0
-    transposed = settings.transposed != (part == tensor_names.TRANSPOSED)
+    flipped = settings.transposed or module in settings.embeddings
+    transposed = flipped != (part == tensor_names.TRANSPOSED)
     scale = settings.scale_of(module, down.shape[0])
     piece = _Piece(start, up, down, scale, transposed)
     if piece.shape != (rows, math.prod(shape[1:])) or math.prod(up.shape[2:]) != 1:
@@ -185,7 +203,8 @@ def _place(
     return name, piece
 
 
-def _block_of(module: str, base: LazyTensors) -> tuple[str, str]:
+def block_of_module(module: str, base: LazyTensors) -> tuple[str, str]:
+    """The tensor of `base` that is a module's weight, and which part of it."""
     if f"{module}.in_proj_weight" in base:  # open_clip's attention, adapted as a whole
         return f"{module}.in_proj_weight", ""
     if f"{module}.weight" in base:

@@ -31,6 +31,7 @@ from atlas_cli.recipes.model import (
     Check,
     Entry,
     Number,
+    Positive,
     RandomSeed,
     Recipe,
     about,
@@ -256,6 +257,10 @@ class MergeRecipe(Recipe):
     head: Annotated[
         HeadEntry | None,
         about("For `atlas`: a learned head, which is written beside the model."),
+    ] = None
+    max_rank: Annotated[
+        Positive | None,
+        about("For LoRA adapters: the best adapter of this rank, instead of the exact sum."),
     ] = None
     seed: RandomSeed = 0
     locked: Annotated[
