@@ -236,8 +236,8 @@ def _width() -> int | None:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as percent with two decimals; nothing for None."""
-    return "" if value is None else f"{100 * value:.2f}"
+    """Percent with two decimals; nothing for None."""
+    return "" if value is None else f"{value:.2f}"
 
 
 # stdin ----------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class ConsoleListener:
                 self._training.close()
             case EpochScored(task, epoch, accuracy, images):
                 when = f"epoch {epoch}" if epoch else "zero-shot"
-                self._note(f"{task}: {when} {100 * accuracy:.2f} {images}")
+                self._note(f"{task}: {when} {accuracy:.2f} {images}")
             case TaskFinished(result):
                 if not self._output.as_json:
                     emit(result)

@@ -85,6 +85,7 @@ def finetune(
         -o signs --vector signs.safetensors
     """
     from atlas_cli.recipes.finetune import FinetuneRecipe
+    from atlas_cli.recipes.text import UNIT
 
     own = {
         "tune": tune,
@@ -104,6 +105,6 @@ def finetune(
         console.note(line)
     if output.as_json and result.tasks:
         runs = [dataclasses.asdict(task) for task in result.tasks]
-        console.emit({"atlas": __version__, "runs": runs}, as_json=True)
+        console.emit({"atlas": __version__, "unit": UNIT, "runs": runs}, as_json=True)
     if result.stopped:
         raise typer.Exit(130)

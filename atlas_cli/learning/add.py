@@ -26,7 +26,7 @@ from atlas_cli.learning.run import (
     source_of,
 )
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
-from atlas_cli.recipes.text import parse_clamp, parse_individual
+from atlas_cli.recipes.text import as_percent, parse_clamp, parse_individual
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class Adding(LearningVerb):
         rows.append(_row("individual", names, own, own))
         before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", method))
         comment = (
-            f"{source_of(ready)}\nMean accuracy on these images: zero-shot {100 * before:.2f}, "
-            f"{method} {100 * after:.2f}."
+            f"{source_of(ready)}\nMean accuracy on these images: zero-shot {before:.2f}, "
+            f"{method} {after:.2f}."
         )
         facts: dict[str, object] = {
             "tasks": names,
@@ -193,7 +193,7 @@ def _relative(found: Sequence[float], own: Sequence[float | None]) -> float | No
     pairs = [(value, top) for value, top in zip(found, own, strict=True) if top]
     if len(pairs) < len(found):
         return None
-    return statistics.fmean(value / top for value, top in pairs)
+    return as_percent(statistics.fmean(value / top for value, top in pairs))
 
 
 def _row(
@@ -215,11 +215,12 @@ def _pairs(
     found = disentanglement(ready.setup, selection.coefficients, _own_vectors(ready))
     names = [dataset.name for dataset in ready.inputs.datasets]
     table = {
-        name: dict(zip(names, row, strict=True)) for name, row in zip(names, found, strict=True)
+        name: dict(zip(names, map(as_percent, row), strict=True))
+        for name, row in zip(names, found, strict=True)
     }
     others = [value for a, row in table.items() for b, value in row.items() if a != b]
     mean = statistics.fmean(others) if others else 0.0
-    return table, f"disentanglement error, mean over pairs of tasks: {100 * mean:.2f} %"
+    return table, f"disentanglement error, mean over pairs of tasks: {mean:.2f} %"
 
 
 def _own_vectors(ready: PreparedRun) -> list[int]:

@@ -19,7 +19,7 @@ from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
 from atlas_cli.models.headed import features_for
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
-from atlas_cli.recipes.text import parse_individual
+from atlas_cli.recipes.text import as_percent, parse_individual
 from atlas_cli.registry import MERGE_METHODS
 
 
@@ -31,7 +31,7 @@ def accuracies(
 ) -> dict[str, list[float]]:
     """The accuracy on every task, by method: zero-shot, search, what was learned, and merges.
 
-    Nothing is searched if there are no scales.
+    In percent. Nothing is searched if there are no scales.
     """
     setup, objective = ready.setup, ready.objective
     recipe = ready.inputs.recipe
@@ -51,7 +51,7 @@ def accuracies(
 
 
 def individual(ready: PreparedRun) -> list[float | None]:
-    """The accuracy of each task's own model: as given, or base + its own vector; else None."""
+    """The accuracy of each task's own model: as given, or base + its own vector; in percent."""
     setup, recipe = ready.setup, ready.inputs.recipe
     given = dict(filter(None, map(parse_individual, recipe.individual)))
     found: list[float | None] = []
@@ -59,7 +59,7 @@ def individual(ready: PreparedRun) -> list[float | None]:
         zip(ready.inputs.datasets, own_tables(setup), strict=True)
     ):
         if dataset.name in given:
-            found.append(given[dataset.name])
+            found.append(as_percent(given[dataset.name]))
         elif own is None:
             found.append(None)
         else:
@@ -78,10 +78,10 @@ def _measured(setup: Setup) -> list[float]:
 
 
 def _accuracy(setup: Setup, task: int) -> float:
-    """The accuracy on all images that judge a task, with what the model has loaded."""
+    """The accuracy in percent on all images that judge a task, with what the model has loaded."""
     pixels = (setup.judges or setup.tasks)[task]
     images = range(len(pixels.dataset.samples))
-    return score(setup.model, pixels, images, setup.heads[task]).accuracy
+    return as_percent(score(setup.model, pixels, images, setup.heads[task]).accuracy)
 
 
 def own_tables(setup: Setup) -> list[torch.Tensor | None]:
@@ -136,7 +136,7 @@ def _predictions(
 
 
 class ClassAccuracy(TypedDict):
-    """A class: how many images it has, and the share of them that are recognised."""
+    """A class: how many images it has, and how many percent of them are recognised."""
 
     images: int
     zero_shot: float
@@ -211,8 +211,8 @@ def _classes(
         if count := int(members.sum().item()):
             found[name] = {
                 "images": count,
-                "zero_shot": before[members].sum().item() / count,
-                "learned": after[members].sum().item() / count,
+                "zero_shot": as_percent(before[members].sum().item() / count),
+                "learned": as_percent(after[members].sum().item() / count),
             }
     return found
 

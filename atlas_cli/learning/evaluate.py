@@ -16,6 +16,7 @@ from atlas_cli.errors import AtlasError, DataError
 from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model
 from atlas_cli.models.heads import head_of
 from atlas_cli.parallel import signals_held
+from atlas_cli.recipes.text import as_percent
 from atlas_cli.sources.locate import Source
 
 _MANY_CLASSES = 10  # with no more than this, top-5 says little
@@ -40,7 +41,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ModelScore:
-    """A model on a dataset; fractions, not percent. `delta` and `p_value` are against the first."""
+    """A model on a dataset; accuracies in percent. `delta` and `p_value` are against the first."""
 
     model: str
     data: str
@@ -149,18 +150,18 @@ def score(
         split=dataset.split,
         images=images,
         skipped=skipped,
-        top1=hits / images,
-        low=low,
-        high=high,
-        top5=in_five / images if len(dataset.classes) > _MANY_CLASSES else None,
-        mean_class=mean_class_accuracy(correct, [p.label for p in predictions]),
+        top1=as_percent(hits / images),
+        low=as_percent(low),
+        high=as_percent(high),
+        top5=as_percent(in_five / images) if len(dataset.classes) > _MANY_CLASSES else None,
+        mean_class=as_percent(mean_class_accuracy(correct, [p.label for p in predictions])),
     )
 
 
 def compare(ours: Sequence[Prediction], first: Sequence[Prediction]) -> tuple[float, float]:
-    """The difference in top-1 to the first model, and McNemar's p-value for it."""
+    """The difference in top-1 to the first model, in percent, and McNemar's p-value for it."""
     mine, theirs = [p.correct for p in ours], [p.correct for p in first]
-    return (sum(mine) - sum(theirs)) / len(mine), mcnemar(mine, theirs)
+    return as_percent((sum(mine) - sum(theirs)) / len(mine)), mcnemar(mine, theirs)
 
 
 @dataclass(frozen=True)

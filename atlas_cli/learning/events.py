@@ -43,7 +43,7 @@ class StepTaken(Event):
 
     step: Step
     batch_size: int
-    measure: str = "accuracy"
+    measure: str = "top1"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True)
 class EpochScored(Event):
-    """Fine-tuning: the accuracy after an epoch, of which number 0 is zero-shot."""
+    """Fine-tuning: the accuracy in percent after an epoch, of which number 0 is zero-shot."""
 
     task: str
     epoch: int

@@ -31,6 +31,7 @@ from atlas_cli.learning.run import (
     open_labelled,
     training,
 )
+from atlas_cli.recipes.text import UNIT, as_percent
 from atlas_cli.sources.locate import locate
 from atlas_cli.sources.references import parse_reference
 from atlas_cli.vectors.targets import VectorTarget, check_targets
@@ -66,7 +67,10 @@ class FinetuneTask:
 
 @dataclass(frozen=True)
 class Finetuned:
-    """A model that was trained on a task. Shown as the paths of what was written, or as JSON."""
+    """A model that was trained on a task. Shown as the paths of what was written, or as JSON.
+
+    Accuracies are in percent: zero-shot, of what is kept, and of zero-shot and every epoch.
+    """
 
     data: str
     model: str | None
@@ -220,7 +224,7 @@ def _finetune(
             if step:
                 on_event(StepTaken(step, trainer.batch_size))
             for epoch in range(announced, len(checkpoint.accuracies)):
-                accuracy = checkpoint.accuracies[epoch]
+                accuracy = as_percent(checkpoint.accuracies[epoch])
                 on_event(EpochScored(task.name, epoch, accuracy, task.scored_on))
             announced = len(checkpoint.accuracies)
 
@@ -238,7 +242,8 @@ def _finetune(
             found = _write(task, trainer, checkpoint, on_event)
             if folder:
                 facts = dataclasses.asdict(found)
-                folder.write_result({key: facts[key] for key in facts if key != "config"})
+                del facts["config"]
+                folder.write_result({"unit": UNIT, **facts})
             return found, None
         except AtlasError:
             if folder:
@@ -270,7 +275,7 @@ def _write(
         vector=str(task.target.path) if task.target.path else None,
         zero_shot=zero_shot,
         accuracy=accuracy,
-        accuracies=list(checkpoint.accuracies),
+        accuracies=[*map(as_percent, checkpoint.accuracies)],
         steps=trainer.steps,
         config=trainer.config,
     )
@@ -323,13 +328,13 @@ def _scores(
     """The accuracy of zero-shot and of the weights that are kept, if any images score them."""
     if not checkpoint.accuracies:
         return None, None
-    before, *epochs = checkpoint.accuracies
+    before, *epochs = map(as_percent, checkpoint.accuracies)
     after = max(epochs) if trainer.recipe.select == "best" else epochs[-1]
     if after < before:
         on_event(
             Warned(
-                f"{task.name}: fine-tuning lowered the accuracy from {100 * before:.2f} to "
-                f"{100 * after:.2f}; another learning rate may help"
+                f"{task.name}: fine-tuning lowered the accuracy from {before:.2f} to "
+                f"{after:.2f}; another learning rate may help"
             )
         )
     return before, after

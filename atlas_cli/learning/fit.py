@@ -18,6 +18,7 @@ from atlas_cli.learning.run import (
     open_labelled,
     source_of,
 )
+from atlas_cli.recipes.text import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.core.losses import Classifier
@@ -128,15 +129,16 @@ class Fitting(LearningVerb):
         select, method = self.recipe.select, self._method
         if selection.before is None or selection.after is None:  # folds score coefficients alone
             return Report(f"{source_of(ready)}", (f"{method} is fitted",), {"adapter": method})
-        before, after = (score.values["accuracy"] for score in (selection.before, selection.after))
+        before, after = (
+            as_percent(score.values["accuracy"]) for score in (selection.before, selection.after)
+        )
         after_all = self.recipe.adapter != "none" and not self._joint
         scored = _SCORED["last"] if after_all else _SCORED.get(select, f"on {select[4:]}")
-        note = f"zero-shot {100 * before:.2f} -> {method} {100 * after:.2f} {scored}"
+        note = f"zero-shot {before:.2f} -> {method} {after:.2f} {scored}"
         if not selection.improved:
-            note = f"nothing beat zero-shot ({100 * before:.2f} {scored}): all coefficients are 0"
+            note = f"nothing beat zero-shot ({before:.2f} {scored}): all coefficients are 0"
         comment = (
-            f"{source_of(ready)}\n"
-            f"Accuracy {scored}: zero-shot {100 * before:.2f}, {method} {100 * after:.2f}."
+            f"{source_of(ready)}\nAccuracy {scored}: zero-shot {before:.2f}, {method} {after:.2f}."
         )
         facts: dict[str, object] = {"zero_shot": before, "learned": after}
         if self.recipe.adapter != "none":

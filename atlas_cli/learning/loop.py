@@ -16,6 +16,7 @@ from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Fold, Last, Policy, Score, Scoring, Selection, select
 from atlas_cli.models.composed import ComposedModel, LossOf
+from atlas_cli.recipes.text import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run_folder import RunFolder, SavedRun
@@ -37,6 +38,15 @@ class Step:
     loss: float
     accuracy: float
     rate: float
+
+    def row(self, measure: str) -> dict[str, object]:
+        """The step as a row of metrics.jsonl, where `measure` is what the accuracy is called.
+
+        A file of rows has no head that could name the unit, so the key does.
+        """
+        found = dataclasses.asdict(self)
+        share = found.pop("accuracy")
+        return {**found, f"{measure}_percent": as_percent(share)}
 
 
 class Engine(Protocol[Values]):
@@ -197,7 +207,7 @@ class CoefficientTrainer:
 
     objective: Objective
     policy: Policy
-    measure: str = "accuracy"
+    measure: str = "top1"
 
     @property
     def steps(self) -> int:
@@ -293,9 +303,7 @@ class CoefficientTrainer:
         """One line of metrics.jsonl."""
         ended = checkpoint.state is None  # then `fold` is the number of the next one
         fold = self.policy.folds[checkpoint.fold - ended]
-        found = dataclasses.asdict(self.step_of(checkpoint))
-        row = {self.measure if key == "accuracy" else key: found[key] for key in found}
-        return {"stage": fold.name, **row}
+        return {"stage": fold.name, **self.step_of(checkpoint).row(self.measure)}
 
     @staticmethod
     def to_saved(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, object]]:

@@ -99,7 +99,7 @@ class Negating(LearningVerb):
         names = [f"target {dataset.name}" for dataset in ready.inputs.datasets[:-1]]
         names.append(f"control {ready.inputs.datasets[-1].name}")
         changes = ", ".join(
-            f"{name} {100 * old:.2f} -> {100 * new:.2f}"
+            f"{name} {old:.2f} -> {new:.2f}"
             for name, old, new in zip(names, before, after, strict=True)
         )
         facts = {

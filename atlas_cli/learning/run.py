@@ -26,7 +26,7 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
 )
-from atlas_cli.recipes.text import parse_shots, write_recipe
+from atlas_cli.recipes.text import UNIT, in_percent, parse_shots, write_recipe
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, expand_vectors, parse_reference
 
@@ -91,7 +91,7 @@ class Inputs:
     threads: int
 
 
-Cell = str | float | None  # of a table; a number is a share
+Cell = str | float | None  # of a table; a number is in percent
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class LearningVerb(ABC):
     """What a verb that learns coefficients does in its own way."""
 
     name: ClassVar[str]
-    measure: ClassVar[str] = "accuracy"  # what a step's accuracy is called
+    measure: ClassVar[str] = "top1"  # what a step's accuracy is called
     labelled: ClassVar[bool] = True
     farthest: ClassVar[float] = 1.0  # of the uniform scales that are searched
 
@@ -361,6 +361,7 @@ def _finished(
     from atlas_cli.learning.baselines import by_class
 
     recorded = {
+        "unit": UNIT,
         **report.facts,
         "improved": selection.improved,
         "select": ready.inputs.recipe.select,
@@ -379,8 +380,8 @@ def _finished(
         text=text,
         coefficients=coefficients,
         improved=selection.improved,
-        before=selection.before.values if selection.before else None,
-        after=selection.after.values if selection.after else None,
+        before=in_percent(selection.before.values) if selection.before else None,
+        after=in_percent(selection.after.values) if selection.after else None,
         facts={**recorded, "config": ready.config, "coefficients": coefficients},
         notes=report.notes,
         rows=report.rows,

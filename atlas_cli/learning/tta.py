@@ -33,7 +33,7 @@ from atlas_cli.learning.run import (
     source_of,
     training,
 )
-from atlas_cli.recipes.text import write_recipe
+from atlas_cli.recipes.text import as_percent, in_percent, write_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -124,13 +124,12 @@ class Adapting(LearningVerb):
             name: _histogram(names, rows.argmax(dim=1).tolist()) for name, rows in found.items()
         }
         decided = decision(selection, guarded=ready.objective.guarded)
-        changes = ", ".join(
-            f"{key} {old:.3f} -> {after.values[key]:.3f}" for key, old in before.values.items()
-        )
+        first, last = in_percent(before.values), in_percent(after.values)
+        changes = ", ".join(f"{key} {old:.3f} -> {last[key]:.3f}" for key, old in first.items())
         facts = {
             "rule": decided,
-            "zero_shot": before.values,
-            "adapted": after.values,
+            "zero_shot": first,
+            "adapted": last,
             "histogram": histograms,
         }
         comment = f"{source_of(ready)} No label was looked at.\n{decided}: {changes}."
@@ -241,16 +240,20 @@ def _histogram(names: Sequence[str], predicted: Sequence[int]) -> dict[str, int]
 
 
 def _rows(histograms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Cell]]:
-    """The classes that are predicted most often, as shares of all images."""
+    """The classes that are predicted most often, in percent of all images."""
     before, after = histograms["zero-shot"], histograms["adapted"]
     total = sum(before.values())
     order = sorted(before, key=lambda name: -before[name] - after[name])
     rows: list[dict[str, Cell]] = [
-        {"predicted": name, "zero-shot": before[name] / total, "adapted": after[name] / total}
+        {
+            "predicted": name,
+            "zero-shot": as_percent(before[name] / total),
+            "adapted": as_percent(after[name] / total),
+        }
         for name in order[:_SHOWN]
     ]
     if rest := order[_SHOWN:]:
-        shares = [sum(found[name] for name in rest) / total for found in (before, after)]
+        shares = [as_percent(sum(found[n] for n in rest) / total) for found in (before, after)]
         rows.append(
             {"predicted": f"{len(rest)} others", "zero-shot": shares[0], "adapted": shares[1]}
         )

@@ -35,6 +35,7 @@ from atlas_cli.models.trainable import (
 )
 from atlas_cli.parallel import ThreadPool, thread_pool_for
 from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
+from atlas_cli.recipes.text import as_percent
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
@@ -143,8 +144,10 @@ class WeightTrainer:
         """One line of metrics.jsonl; after an epoch also with the accuracy on images held out."""
         step = self.step_of(checkpoint)
         ends = checkpoint.over or step.number % self.data.epoch_steps == 0
-        judged = {"val_accuracy": checkpoint.accuracies[-1]} if ends and self.scored_on else {}
-        return {**dataclasses.asdict(step), **judged}
+        row = step.row("top1")
+        if ends and self.scored_on:
+            row["val_top1_percent"] = as_percent(checkpoint.accuracies[-1])
+        return row
 
     def to_saved(
         self, checkpoint: FinetuneCheckpoint

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_cli import __version__
 from atlas_cli.errors import MismatchError, UsageError
-from atlas_cli.recipes.text import write_mapping
+from atlas_cli.recipes.text import UNIT, write_mapping
 from atlas_cli.sources.locate import DIGESTS, Source, digest_kind, digest_of, sha256_of
 from atlas_cli.sources.references import parse_reference, vector_file
 
@@ -224,7 +224,7 @@ def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A model on a dataset, as `atlas eval` tells it; fractions, not percent."""
+    """A model on a dataset, as `atlas eval` tells it; accuracies in percent."""
 
     model: str
     data: str
@@ -253,7 +253,8 @@ def read_evaluation(text: str, where: str) -> Evaluated:
     """Read what `atlas eval --json` printed. Raises UsageError if it is anything else."""
     try:
         found = json.loads(text)
-        results = tuple(_result(row) for row in found["results"])
+        scale = 1 if found.get("unit") == UNIT else 100  # earlier versions wrote shares
+        results = tuple(_result(row, scale) for row in found["results"])
         weights = {one["reference"]: frozenset(one["sha256"].values()) for one in found["models"]}
         version = str(found["atlas"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -263,12 +264,13 @@ def read_evaluation(text: str, where: str) -> Evaluated:
     return Evaluated(version, results, weights)
 
 
-def _result(row: Mapping[str, Any]) -> EvaluationResult:
+def _result(row: Mapping[str, Any], scale: int) -> EvaluationResult:
     kinds = get_type_hints(EvaluationResult)
     values = {field.name: row[field.name] for field in fields(EvaluationResult)}
     for name, value in values.items():
         if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
             raise TypeError(name)
+    values |= {name: scale * values[name] for name in ("top1", "low", "high")}
     return EvaluationResult(**values)
 
 
@@ -288,9 +290,9 @@ def evaluation_text(found: Evaluated, own: Iterable[EvaluationResult]) -> str:
 
 
 def _line(result: EvaluationResult, *, bold: bool) -> str:
-    name, score = _cell(result.model), f"{100 * result.top1:.2f}"
+    name, score = _cell(result.model), f"{result.top1:.2f}"
     name, score = (f"**{name}**", f"**{score}**") if bold else (name, score)
-    interval = f"{100 * result.low:.1f}-{100 * result.high:.1f}"
+    interval = f"{result.low:.1f}-{result.high:.1f}"
     cells = (name, _cell(result.data), _cell(result.split), str(result.images), score, interval)
     return f"| {' | '.join(cells)} |\n"
 
@@ -309,7 +311,9 @@ def _entries(own: Iterable[EvaluationResult]) -> Iterator[dict[str, Any]]:
         yield {
             "task": {"type": "zero-shot-image-classification"},
             "dataset": {"name": result.data, "type": result.data, "split": result.split},
-            "metrics": [{"type": "accuracy", "name": "top-1", "value": round(result.top1, 6)}],
+            "metrics": [
+                {"type": "accuracy", "name": "top-1 in percent", "value": round(result.top1, 6)}
+            ],
         }
 
 

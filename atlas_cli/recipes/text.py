@@ -75,6 +75,22 @@ def parse_shares(text: str) -> list[float] | None:
     return found if all(0 < share < math.inf for share in found) else None
 
 
+# Accuracies are shares between 0 and 1 while they are computed with, and percent wherever they are
+# written or returned: in tables, CSV, JSON, recipes, run folders and results of the Python API.
+UNIT = "percent"
+_ACCURACIES = ("accuracy", "normalised", "target", "control", "agreement")
+
+
+def as_percent(share: float) -> float:
+    """A share in percent, without the digits that only come from binary fractions."""
+    return round(100 * share, 6)
+
+
+def in_percent(values: Mapping[str, float]) -> dict[str, float]:
+    """Measures by name, with those that are accuracies in percent."""
+    return {k: as_percent(value) if k in _ACCURACIES else value for k, value in values.items()}
+
+
 def parse_individual(text: str) -> tuple[str, float] | None:
     """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is neither."""
     name, _, percent = text.rpartition("=")

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 _CELL, _LABELLED_CELL, _ROW = 18, 30, 20  # pixels
 _BAR = (60, 360)  # pixels: the shortest and the longest colour bar
 _POINTS = 1000  # of a curve; of a longer one, every so many steps
+# The curves of a run: their titles, and where the axis begins if it ends at 100.
+_MEASURES: dict[str, tuple[str, int | None]] = {
+    "loss": ("loss of every step", None),
+    "top1_percent": ("training top-1 of every step, in percent", 0),
+    "val_top1_percent": ("validation top-1, in percent", 0),
+    "agreement_percent": ("agreement of every step, in percent", 0),
+}
 _DIVERGING, _SEQUENTIAL = "purpleorange", "cividis"
 _BEFORE, _AFTER, _MISSING = "#8b929c", "#3987e5", "#ededed"
 CONFIG: dict[str, Any] = {
@@ -226,8 +233,7 @@ def _number(value: float, form: str) -> str:
 
 def curves(run: Run) -> list[Any]:
     """A chart of every measure of the steps that changes while learning; a line for each stage."""
-    known = [key for key in ("loss", "accuracy", "agreement", "val_accuracy") if _changes(run, key)]
-    return [_curve(run, key) for key in known]
+    return [_curve(run, key) for key in _MEASURES if _changes(run, key)]
 
 
 def _changes(run: Run, key: str) -> bool:
@@ -245,16 +251,18 @@ def _curve(run: Run, key: str) -> Any:
     ]
     several = len({point["stage"] for point in points}) > 1
     colour = alt.Color("stage:N", title="stage") if several else alt.value(_AFTER)
-    chart = alt.Chart(alt.Data(values=points), title=f"{key} of every step")
+    title, lowest = _MEASURES[key]
+    scale = alt.Scale(domain=[0, 100]) if lowest == 0 else alt.Scale()
+    chart = alt.Chart(alt.Data(values=points), title=title)
     lines = chart.encode(
         alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d")),
-        alt.Y("value:Q", title=None, axis=alt.Axis(format=".3~g")),
+        alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(format=".3~g")),
         color=colour,
     )
     shown = [
         alt.Tooltip("step:Q"),
         alt.Tooltip("stage:N"),
-        alt.Tooltip("value:Q", title=key, format=".4f"),
+        alt.Tooltip("value:Q", title=title, format=".4f"),
     ]
     dots = lines.mark_circle(size=60, opacity=0).encode(tooltip=shown)  # to point at
     return (lines.mark_line() + dots).properties(width=360, height=200)
@@ -265,8 +273,8 @@ def class_chart(scores: ClassScores) -> Any:
     import altair as alt
 
     after = scores.after
-    measure = "accuracy" if scores.is_accuracy else "images"
-    form = ".1%" if scores.is_accuracy else "d"
+    measure = "top-1 in percent" if scores.is_accuracy else "images"
+    form = ".1f" if scores.is_accuracy else "d"
     spans = [{"class": name, "from": low, "to": high} for name, low, high in scores.rows]
     dots = [
         {"class": name, "when": when, "value": value}
@@ -274,8 +282,8 @@ def class_chart(scores: ClassScores) -> Any:
         for when, value in zip(("zero-shot", after), values, strict=True)
     ]
     side = alt.Y("class:N", sort=[row[0] for row in scores.rows], title=None)
-    scale = alt.Scale(domain=[0, 1]) if scores.is_accuracy else alt.Scale(zero=True)
-    axis = alt.Axis(format=".0%" if scores.is_accuracy else "d", title=measure, tickCount=5)
+    scale = alt.Scale(domain=[0, 100]) if scores.is_accuracy else alt.Scale(zero=True)
+    axis = alt.Axis(format="d", title=measure, tickCount=5)
     colours = alt.Scale(domain=["zero-shot", after], range=[_BEFORE, _AFTER])
     lines = alt.Chart(alt.Data(values=spans)).mark_rule(strokeWidth=2, color=_BEFORE)
     sizes = alt.Scale(domain=["zero-shot", after], range=[120, 70])  # both show in one place

@@ -21,8 +21,8 @@ Cell = str | int | float | Number | None
 
 
 def percentage(value: float) -> Number:
-    """A fraction shown as percent."""
-    return Number(value, f"{100 * value:.2f} %")
+    """Percent, with its sign."""
+    return Number(value, f"{value:.2f} %")
 
 
 def rounded(value: float) -> Number:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
-from atlas_cli.recipes.text import Table, table_problems
+from atlas_cli.recipes.text import UNIT, Table, as_percent, table_problems
 
 if TYPE_CHECKING:
     from atlas_cli.recipes.merge import LearnedRecipe
@@ -20,14 +20,19 @@ _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.js
 _LARGE = "coefficients.safetensors"
 _MODEL = "model"  # the folder that fine-tuning writes when it is done
 TUNED = "fine-tuned"
+_OLD_KEYS = {
+    "accuracy": "top1_percent",
+    "val_accuracy": "val_top1_percent",
+    "agreement": "agreement_percent",
+}
 
 
 @dataclass(frozen=True)
 class ClassScores:
     """A number for every class of a task, before and after; `on` says on which images.
 
-    The number is the accuracy on the class or, without labels, how many images are classified as
-    it. `after` is what the second number is called.
+    The number is the accuracy on the class in percent or, without labels, how many images are
+    classified as it. `after` is what the second number is called.
     """
 
     task: str
@@ -39,7 +44,10 @@ class ClassScores:
 
 @dataclass(frozen=True)
 class RunScores:
-    """What was measured at the end, by method: a number or None for each column."""
+    """What was measured at the end, by method: a number or None for each column.
+
+    Accuracies are in percent.
+    """
 
     is_accuracy: bool
     columns: tuple[str, ...]
@@ -94,13 +102,15 @@ def read_run(folder: Path) -> Run:
     recipe = _read_text(folder / _RECIPE)
     table = _table_of(read_learned(recipe, str(folder)), folder) if recipe else {}
     result = _read_json(folder / _RESULT)
+    scale = 1 if result.get("unit") == UNIT else 100  # earlier versions wrote shares
     tasks = _tasks(config, folder / _CONFIG)
     finished = bool(recipe) or (folder / _MODEL).is_dir()
     try:
         method = str(config["recipe"].get("method", "learned"))
         if config["command"] == "finetune":
             method = TUNED
-        scores, classes = _scores(result, method), tuple(_classes(result, tasks, method))
+        scores = _scores(result, method, scale)
+        classes = tuple(_classes(result, tasks, method, scale))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
@@ -197,15 +207,19 @@ def _tasks(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 # The result -----------------------------------------------------------------------------------
 
 
-def _scores(result: Mapping[str, Any], method: str) -> RunScores | None:
+def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | None:
     """Accuracies of tasks by method, or what was measured without labels."""
     if "accuracies" in result:  # of fine-tuning
-        before, after = _number(result["zero_shot"]), _number(result["accuracy"])
+        before, after = (_number(result[key], scale) for key in ("zero_shot", "accuracy"))
         tuned: dict[str, tuple[float | None, ...]] = {"zero-shot": (before,), TUNED: (after,)}
         return None if after is None else RunScores(True, ("accuracy",), tuned)
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
-        kept = {name: tuple(map(_number, row)) for name, row in rows.items() if any(row)}
+        kept = {
+            name: tuple(_number(cell, scale) for cell in row)
+            for name, row in rows.items()
+            if any(row)
+        }
         return RunScores(True, tuple(result["tasks"]), kept)
     if "adapted" in result:
         names = tuple(result["zero_shot"])
@@ -213,15 +227,17 @@ def _scores(result: Mapping[str, Any], method: str) -> RunScores | None:
         kept = {name: tuple(_number(row.get(key)) for key in names) for name, row in rows.items()}
         return RunScores(False, names, kept)
     if "learned" in result:
-        before, after = _number(result["zero_shot"]), _number(result["learned"])
+        before, after = (_number(result[key], scale) for key in ("zero_shot", "learned"))
         return RunScores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
     return None
 
 
-def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> Iterator[ClassScores]:
+def _classes(
+    result: Mapping[str, Any], tasks: Sequence[str], method: str, scale: int
+) -> Iterator[ClassScores]:
     for task in result.get("classes", ()):
         rows = tuple(
-            (name, float(row["zero_shot"]), float(row["learned"]))
+            (name, scale * float(row["zero_shot"]), scale * float(row["learned"]))
             for name, row in task["classes"].items()
         )
         yield ClassScores(task["task"], task["on"], True, rows, method)
@@ -232,8 +248,8 @@ def _classes(result: Mapping[str, Any], tasks: Sequence[str], method: str) -> It
         yield ClassScores(tasks[0] if tasks else "images", on, False, counts, "adapted")
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _number(value: Any, scale: int = 1) -> float | None:
+    return None if value is None else scale * float(value)
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -268,7 +284,16 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise CheckpointError(f"{path}: line {number} cannot be read as JSON") from problem
         if not isinstance(row, dict) or not isinstance(row.get("number"), int):
             raise CheckpointError(f"{path}: line {number} is not a row of metrics")
-        yield {key: value for key, value in row.items() if _is_shown(value)}
+        yield {key: value for key, value in _with_units(row).items() if _is_shown(value)}
+
+
+def _with_units(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it is written now. Earlier versions wrote shares, under keys that name no unit."""
+    found = {}
+    for key, value in row.items():
+        name = _OLD_KEYS.get(key)
+        found[name or key] = as_percent(value) if name and _is_shown(value) else value
+    return found
 
 
 def _is_shown(value: object) -> bool:

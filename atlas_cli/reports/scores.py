@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
+from atlas_cli.recipes.text import UNIT
 
 if TYPE_CHECKING:
     from atlas_cli.learning.evaluate import Evaluation, ModelScore
@@ -27,6 +28,7 @@ def score_facts(results: Sequence[Evaluation], seed: int, device: str) -> dict[s
         "atlas": __version__,
         "seed": seed,
         "device": device,
+        "unit": UNIT,
         "models": list(models.values()),
         "results": [dataclasses.asdict(result.score) for result in results],
     }
@@ -59,7 +61,7 @@ def _cells(score: ModelScore) -> dict[str, str]:
         "images": str(score.images),
         "skipped": str(score.skipped or ""),
         "top-1": _percent(score.top1),
-        "95 %": f"{100 * score.low:.1f}-{100 * score.high:.1f}",
+        "95 %": f"{score.low:.1f}-{score.high:.1f}",
         "top-5": _percent(score.top5),
         "by class": _percent(score.mean_class),
         "vs first": _percent(score.delta, sign=True),
@@ -76,14 +78,14 @@ def _caption(scores: Sequence[ModelScore]) -> str:
     }
     caption = f"split: {', '.join(dict.fromkeys(score.split for score in scores))}"
     if len(scores) > len(models):
-        listed = ", ".join(f"{model} {100 * mean:.2f}" for model, mean in means.items())
+        listed = ", ".join(f"{model} {mean:.2f}" for model, mean in means.items())
         caption += f"; mean top-1: {listed}"
     return caption
 
 
 def _percent(value: float | None, *, sign: bool = False) -> str:
-    """A fraction as percent with two decimals; nothing for None."""
-    return "" if value is None else f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
+    """Percent with two decimals; nothing for None."""
+    return "" if value is None else f"{value:+.2f}" if sign else f"{value:.2f}"
 
 
 def prediction_lines(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
-from atlas_cli.recipes.text import summarise
+from atlas_cli.recipes.text import UNIT, summarise
 from atlas_cli.reports.runs import read_learned
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ Captioned = tuple[list[Row], str]
 _RANKS = (1, 4, 16, 64)
 TENSOR_COLUMNS = ("model", "tensor", "dtype", "shape", "parameters")
 COEFFICIENT_COLUMNS = ("vector", "block", "coefficient")
-EPOCH_COLUMNS = ("epoch", "step", "loss", "val_accuracy")
+EPOCH_COLUMNS = ("epoch", "step", "loss", "val_top1")
 BLOCK_COLUMNS = (
     *("vector", "block", "layer", "kind", "shape", "storage", "parameters", "norm"),
     *("relative_norm", "error", "effective_rank", *(f"energy_{count}" for count in _RANKS)),
@@ -350,7 +350,8 @@ def _recipe(run: Run) -> LearnedRecipe | None:
 def finetuned_facts(run: Run) -> dict[str, object]:
     """The epochs of a fine-tuned model and how it was made; for --json."""
     epochs = [dict(zip(EPOCH_COLUMNS, row, strict=True)) for row in _epochs(run)]
-    return {"atlas": __version__, "run": run.name, "epochs": epochs, "config": run.config}
+    facts = {"atlas": __version__, "unit": UNIT, "run": run.name, "epochs": epochs}
+    return {**facts, "config": run.config}
 
 
 def epoch_rows(run: Run) -> list[list[str]]:
@@ -366,5 +367,5 @@ def finetuned_table(run: Run) -> Captioned:
 
 def _epochs(run: Run) -> list[tuple[Any, ...]]:
     last = {row.get("epoch"): row for row in run.metrics}
-    keys = ("epoch", "number", "loss", "val_accuracy")
+    keys = ("epoch", "number", "loss", "val_top1_percent")
     return [tuple(row.get(key) for key in keys) for row in last.values()]

@@ -46,7 +46,7 @@ def test_the_table_holds_what_eval_printed() -> None:
     for experiment in EXPERIMENTS:
         models = ["builtin:tiny", *(f"{run}_model" for run in experiment.runs)]
         pairs = [(m, d) for m in models for d in experiment.tested]
-        results = [score(m, d, (n + 1) / 100) for n, (m, d) in enumerate(pairs)]
+        results = [score(m, d, n + 1) for n, (m, d) in enumerate(pairs)]
         scores[experiment.name] = {"results": results}
     few, blind, forgotten, kept, together = table(scores)
     assert (few.zero_shot, few.uniform, few.learned) == (1, 2, 3)

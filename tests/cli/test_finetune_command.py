@@ -67,8 +67,8 @@ def test_the_folder_keeps_a_row_per_step_and_all_that_decided_the_result(call, w
     assert call(*arguments(world, "-o", run)).code == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == [1, 2, 3, 4]
-    assert [("val_accuracy" in row) for row in rows] == [False, True, False, True]
-    assert {"loss", "accuracy", "rate", "epoch"} <= rows[0].keys()
+    assert [("val_top1_percent" in row) for row in rows] == [False, True, False, True]
+    assert {"loss", "top1_percent", "rate", "epoch"} <= rows[0].keys()
     config = json.loads((run / "config.json").read_text())
     assert config["recipe"]["seed"] == 0
     assert config["versions"]["torch"] == torch.__version__

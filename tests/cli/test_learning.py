@@ -92,7 +92,7 @@ def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) == {"fit": 4, "negate": 10, "add": 10}[command]
-    assert {"loss", "accuracy", "rate", "epoch", "stage"} <= rows[0].keys()
+    assert {"loss", "top1_percent", "rate", "epoch", "stage"} <= rows[0].keys()
     config = json.loads((run / "config.json").read_text())
     assert config["recipe"]["seed"] == 0
     assert config["vectors"][0]["sha256"] == recipe["vectors"][0]["sha256"]

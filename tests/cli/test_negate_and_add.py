@@ -77,9 +77,9 @@ def test_by_val_the_train_split_teaches_and_the_val_split_judges(
     found = json.loads(call(*given, *more).out)
     assert [entry["split"] for entry in found["config"]["data"]] == ["train", "train"]
     assert [entry["split"] for entry in found["config"]["judges"]] == ["val", "val"]
-    assert {round(6 * value) / 6 for value in found["accuracy"]["learned"]} == {
-        *found["accuracy"]["learned"]
-    }
+    assert {
+        round(round(6 * value / 100) / 6 * 100, 6) for value in found["accuracy"]["learned"]
+    } == {*found["accuracy"]["learned"]}
 
 
 def test_isotropic_learns_a_number_for_each_vector(call, world):  # noqa: F811
@@ -113,10 +113,12 @@ def test_the_table_shows_every_method_and_the_models_that_set_the_ceiling(call, 
     found = learned(call, given)
     assert list(found["accuracy"]) == ["zero-shot", "search", "learned", *merges]
     relative = found["normalised"]["learned"]
-    wanted = [a / b for a, b in zip(found["accuracy"]["learned"], found["individual"], strict=True)]
+    wanted = [
+        100 * a / b for a, b in zip(found["accuracy"]["learned"], found["individual"], strict=True)
+    ]
     assert relative == pytest.approx(sum(wanted) / 2)
     pairs = found["disentanglement"]
-    assert all(0 <= value <= 1 for row in pairs.values() for value in row.values())
+    assert all(0 <= value <= 100 for row in pairs.values() for value in row.values())
     shown = call(*[word for word in given if word != "--quiet"])
     lines = shown.err.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")][1:] == [
@@ -155,7 +157,7 @@ def test_given_accuracies_of_fine_tuned_models_are_the_ceiling(call, world):  # 
     data = [str(world / "tasks" / name) for name in ("birds", "cars")]
     more = ("--individual", f"{data[0]}=80", f"{data[1]}=50")
     found = learned(call, arguments(world, *more, command="add"))
-    assert found["individual"] == [0.8, 0.5]
+    assert found["individual"] == [80.0, 50.0]
 
 
 def test_adamerging_after_ties_works_on_trimmed_vectors_that_merge_takes(

@@ -100,7 +100,9 @@ def test_a_run_is_drawn_with_the_same_bytes_each_time(call, runs: Path, tmp_path
     assert len(found[0]) > 10_000
 
 
-@pytest.mark.parametrize(("command", "words"), [("fit", ("accuracy",)), ("tta", ("agreement",))])
+@pytest.mark.parametrize(
+    ("command", "words"), [("fit", ("training top-1",)), ("tta", ("agreement",))]
+)
 def test_the_picture_has_coefficients_curves_and_classes(
     call, runs: Path, tmp_path: Path, command: str, words: tuple[str, ...]
 ):
@@ -110,7 +112,9 @@ def test_the_picture_has_coefficients_curves_and_classes(
     for word in ("birds", "mlp.c_fc.weight", "outside the layers", "loss of every step", "cat"):
         assert word in text
     for word in words:
-        assert f"{word} of every step" in text
+        assert f"{word} of every step, in percent" in text
+        assert text.count(">100</text>") >= 1  # percent, as on every axis of an accuracy
+        assert "100%" not in text
     assert text.count(">zero-shot</text>") == 1  # one legend, that of the classes
 
 
@@ -136,7 +140,7 @@ def test_coefficients_from_a_pipe(run, runs: Path, tmp_path: Path, name: str):
 
 def test_a_run_is_drawn_as_a_page(call, runs: Path, tmp_path: Path):
     assert call("inspect", runs / "fit", "--plot", tmp_path / "x.html").code == 0
-    assert "accuracy of every step" in (tmp_path / "x.html").read_text()
+    assert "training top-1 of every step, in percent" in (tmp_path / "x.html").read_text()
 
 
 def test_a_table_as_json_says_its_coefficients(call, runs: Path):

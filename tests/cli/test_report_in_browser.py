@@ -127,9 +127,9 @@ def every_chart_is_drawn(page: Any) -> None:
 
 
 def tables_hold_the_numbers_of_the_metrics(page: Any, runs: list[Path]) -> None:
-    for number, measure in enumerate(("accuracy", "agreement")):
+    for number, measure in enumerate(("top1_percent", "agreement_percent")):
         lines = (runs[number] / "metrics.jsonl").read_text().splitlines()
-        keys = ("stage", "number", "epoch", "loss", measure, "rate")
+        keys = ("stage", "number", "epoch", "loss", "rate", measure)
         rows = [json.loads(line) for line in lines]
         wanted = [[row[k] if k == "stage" else f"{row[k]:.6g}" for k in keys] for row in rows]
         assert cells(page, "metrics", number) == wanted
@@ -138,7 +138,7 @@ def tables_hold_the_numbers_of_the_metrics(page: Any, runs: list[Path]) -> None:
 def the_table_of_runs_compares_them(page: Any, runs: list[Path]) -> None:
     result = json.loads((runs[0] / "result.json").read_text())
     fit, tta = cells(page, "runs")
-    assert fit[2:4] == [f"{100 * result[key]:.2f} %" for key in ("zero_shot", "learned")]
+    assert fit[2:4] == [f"{result[key]:.2f} %" for key in ("zero_shot", "learned")]
     assert (fit[4], tta[4], tta[2:4]) == ("fit", "tta", ["", ""])
 
 

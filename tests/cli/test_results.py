@@ -59,6 +59,26 @@ def test_every_task_has_its_classes(world, tmp_path):
         assert found == pytest.approx(result["accuracy"][method])
 
 
+def test_an_accuracy_is_in_percent_wherever_it_is_written(call, world, tmp_path):
+    """In a run's files and recipe, and in the JSON, CSV and table of eval, it is one number."""
+    folder = learn(world, "fit", tmp_path / "run")
+    merged = call("merge", folder, "-o", tmp_path / "merged", "--memory", "4GB")
+    assert merged.code == 0, merged.err
+    given = ("eval", world / "base", tmp_path / "merged", "--data", world / "photos")
+    told = json.loads(call(*given, "--json").out)
+    first, second = (row["top1"] for row in told["results"])
+    result = result_of(folder)
+    assert (told["unit"], result["unit"]) == ("percent", "percent")
+    assert (result["zero_shot"], result["learned"]) == (first, second)
+    assert second in (12.5 * hits for hits in range(9))  # of eight images
+    lines = [line.split(",") for line in call(*given).out.splitlines()]
+    assert lines[2][lines[0].index("top1")] == f"{second:.2f}"
+    comment = (folder / "recipe.yaml").read_text().splitlines()[1]
+    assert f"zero-shot {first:.2f}, learned {second:.2f}" in comment
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["top1_percent"] for row in rows) > 1
+
+
 def test_every_chart_of_a_picture_has_its_own_legend(call, world, tmp_path):
     """Below it: above, a legend would stand over the title of its chart, or of another."""
     pytest.importorskip("altair")

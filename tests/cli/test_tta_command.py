@@ -79,7 +79,7 @@ def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(
     assert recipe["coefficients"] == json.loads((folder / "coefficients.json").read_text())
     moved = any(value for row in recipe["coefficients"].values() for value in row.values())
     rows = rows_of(folder / "metrics.jsonl")
-    assert {"loss", "agreement", "rate", "epoch", "number", "stage"} == rows[0].keys()
+    assert {"loss", "agreement_percent", "rate", "epoch", "number", "stage"} == rows[0].keys()
     found = rows_of(file)
     assert [row["image"] for row in found] == [f"{c}/{n}.png" for c in CLASSES for n in range(5)]
     assert {row["prediction"] for row in found} <= set(CLASSES)

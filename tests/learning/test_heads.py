@@ -124,7 +124,7 @@ def test_tta_classifies_by_the_head_of_its_model_and_hands_it_on(world, tmp_path
     )
     wanted = ["cat"] * 4 + ["dog & <fox>"] * 4
     right = [sum(a == b for a, b in zip(some, wanted, strict=True)) for some in (ours, theirs)]
-    assert right == [round(8 * share) for share in accuracy(world, model, world / "base")]
+    assert right == [round(8 * top1 / 100) for top1 in accuracy(world, model, world / "base")]
     assert right[0] > right[1]
     assert "head" not in yaml.safe_load(str(zero))
     again = Path(str(merged(adapted, tmp_path / "again")))

@@ -38,7 +38,7 @@ def test_the_card_shows_an_evaluation_and_the_hub_hears_of_its_own(call, merge, 
     assert (tmp_path / "out" / "open_clip_model.safetensors").read_bytes() == before
     card = (tmp_path / "out" / "README.md").read_text()
     first, second = json.loads(told.out)["results"]
-    top = f"{100 * first['top1']:.2f}"
+    top = f"{first['top1']:.2f}"
     assert f"| builtin:tiny | builtin:digits | test | {first['images']} | {top} |" in card
     assert f"| **out** | builtin:digits | test | {second['images']} | **{top}** |" in card
     assert front_of(card)["model-index"] == [
@@ -52,7 +52,11 @@ def test_the_card_shows_an_evaluation_and_the_hub_hears_of_its_own(call, merge, 
                         "split": "test",
                     },
                     "metrics": [
-                        {"type": "accuracy", "name": "top-1", "value": round(second["top1"], 6)}
+                        {
+                            "type": "accuracy",
+                            "name": "top-1 in percent",
+                            "value": round(second["top1"], 6),
+                        }
                     ],
                 }
             ],
@@ -101,4 +105,4 @@ def test_a_file_that_is_no_evaluation_is_one_line_before_anything_is_read(
 def test_a_file_that_is_not_there_is_one_line(merge):
     result = merge("--evaluation", "nowhere.json")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "atlas: error: --evaluation nowhere.json: cannot be read as UTF-8 text\n"
+    assert result.err == "atlas: error: --evaluation nowhere.json: no such file\n"

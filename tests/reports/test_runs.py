@@ -14,7 +14,7 @@ from atlas_cli.reports.runs import is_run, is_table, read_coefficients, read_num
 
 TABLE = {"cars": {"visual.proj": 0.5, "visual.conv1.weight": -1.0}}
 CONFIG = {"command": "fit", "recipe": {"seed": 0}, "data": [{"name": "photos"}]}
-ROW = {"stage": "all", "number": 1, "epoch": 1, "loss": 0.25, "accuracy": 0.5, "rate": 0.1}
+ROW = {"stage": "all", "number": 1, "epoch": 1, "loss": 0.25, "rate": 0.1, "top1_percent": 50.0}
 RECIPE = (
     "# Learned by atlas.\nmerge_method: atlas\nbase_model: m\n"
     "vectors: [{name: cars, file: f, sha256: a}]\ncoefficients: {cars: {visual.proj: 0.5}}\n"
@@ -27,7 +27,7 @@ def write_run(folder: Path, **files: str) -> Path:
         "config.json": json.dumps(CONFIG),
         "metrics.jsonl": json.dumps(ROW) + "\n",
         "recipe.yaml": RECIPE,
-        "result.json": json.dumps({"zero_shot": 0.5, "learned": 1.0}),
+        "result.json": json.dumps({"unit": "percent", "zero_shot": 50.0, "learned": 100.0}),
     }
     folder.mkdir()
     for name, text in {**texts, **files}.items():
@@ -42,7 +42,25 @@ def test_a_run_is_all_of_its_files(tmp_path: Path):
     assert run.config == CONFIG
     assert run.comment == ["Learned by atlas."]
     assert run.scores is not None
-    assert run.scores.rows == {"zero-shot": (0.5,), "learned": (1.0,)}
+    assert run.scores.rows == {"zero-shot": (50.0,), "learned": (100.0,)}
+
+
+def test_a_run_of_an_earlier_version_is_read_in_percent(tmp_path: Path):
+    """It has shares between 0 and 1, in files that name no unit."""
+    classes = {"cat": {"images": 4, "zero_shot": 0.25, "learned": 1.0}}
+    result = {"zero_shot": 0.5, "learned": 1.0}
+    result["classes"] = [{"task": "photos", "on": "4 images", "classes": classes}]
+    old = {"number": 1, "epoch": 1, "loss": 0.5, "accuracy": 0.29, "val_accuracy": 0.75}
+    lines = [old, {"number": 2, "epoch": 1, "loss": 0.5, "agreement": 0.5}, {**ROW, "number": 3}]
+    texts = {"metrics.jsonl": "".join(f"{json.dumps(row)}\n" for row in lines)}
+    run = read_run(write_run(tmp_path / "run", **texts, **{"result.json": json.dumps(result)}))
+    assert run.scores is not None
+    assert run.scores.rows == {"zero-shot": (50.0,), "learned": (100.0,)}
+    assert run.classes[0].rows == (("cat", 25.0, 100.0),)
+    measured = [{k: v for k, v in row.items() if "percent" in k} for row in run.metrics]
+    first = {"top1_percent": 29.0, "val_top1_percent": 75.0}
+    assert measured == [first, {"agreement_percent": 50.0}, {"top1_percent": 50.0}]
+    assert not {"accuracy", "val_accuracy", "agreement"} & {k for row in run.metrics for k in row}
 
 
 def test_a_run_that_was_killed_has_what_was_written_whole(tmp_path: Path):
