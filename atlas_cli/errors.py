@@ -7,9 +7,15 @@ from collections.abc import Iterable
 
 
 class AtlasError(Exception):
-    """A problem the user can act on. The message names the thing at fault and the way out."""
+    """A problem the user can act on. The message names the thing at fault and the way out.
+
+    Given several messages, one for each problem, it is told in as many lines.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class MismatchError(AtlasError):
@@ -38,6 +44,22 @@ class UnreachableError(AtlasError):
     """A model or a dataset could not be reached; trying again may help."""
 
     exit_code = 3
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text without what controls a terminal: such characters are written as escapes.
+
+    Names come from files of strangers. Line ends would forge messages, escape sequences and marks
+    of direction would change what is shown, and halves of surrogate pairs cannot be encoded.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c in keep or c.isprintable() or c in _BLANKS else ascii(c)[1:-1] for c in text
+    )
+
+
+_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

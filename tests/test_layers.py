@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "io": (set(), {"torch", "numpy", "safetensors"}),
     "sources": ({"io"}, {"blake3", "huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
-    "core": ({"native"}, {"torch", "numpy"}),
+    "core": ({"native"}, {"torch", "numpy", "regex"}),
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),
     "datasets": (
         {"core", "io", "sources"},

@@ -259,7 +259,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
         __main__.run()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else bool(leaving.code)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             sys.stdout.flush()
         os._exit(code)
     except BaseException:

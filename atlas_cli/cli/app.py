@@ -6,7 +6,9 @@ Commands are imported when they are listed, not with this module: by then an int
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -17,8 +19,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
-_EPILOG = "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted."
-_INTERRUPTED = 130
+_EPILOG = (
+    "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted, 143 ended."
+)
+_INTERRUPTED, _TERMINATED = 130, 143
+_NO_MEMORY = "memory ran out; smaller batches, fewer workers or a smaller --memory take less"
 _SOON, _AGAIN = 0.05, 2.0  # seconds
 _OBJECTS = 100_000  # before garbage is looked for: imports make many objects and little garbage
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -35,19 +40,46 @@ def run() -> None:
     atexit.register(_leave, code)  # the first handler that is registered runs last
     gc.set_threshold(_OBJECTS)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have nothing to do here
+    _open_streams()
     try:
         signal.signal(signal.SIGINT, _interrupt)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _interrupt)
         code.append(main())
-    except BaseException:
-        if not _interrupts:
+    except BaseException as problem:
+        if not _interrupts and not isinstance(problem, MemoryError):
             raise
-        sys.stderr.write("atlas: interrupted\n")
-        code.append(_INTERRUPTED)
-    if code[-1] == _INTERRUPTED:
+        if not _interrupts:
+            _say(f"error: {_NO_MEMORY}")
+            code.append(1)
+    if _interrupts and (not code or code[-1] == _INTERRUPTED):
         # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
-        sys.stderr.flush()
-        os._exit(_INTERRUPTED)
+        ended = signal.SIGTERM in _interrupts
+        _say("terminated" if ended else "interrupted")
+        os._exit(_TERMINATED if ended else _INTERRUPTED)
     sys.exit(code[-1])
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"atlas: {text}\n")
+            sys.stderr.flush()
+
+
+def _open_streams() -> None:
+    """Give what is closed of stdin, stdout and stderr to the null device.
+
+    Otherwise the next file that is opened takes its number, and messages of libraries land in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may be no UTF-8
+            stream.reconfigure(errors="surrogateescape")
 
 
 def _leave(code: Sequence[int]) -> None:
@@ -112,18 +144,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         code = list_commands()(given or ["--help"], prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
-        for line in str(problem).splitlines():
-            console.error(line)
+        for line in problem.args:
+            console.error(str(line))
         return problem.exit_code
+    except MemoryError:
+        console.error(_NO_MEMORY)
+        return 1
+    except (OSError, RuntimeError) as problem:
+        if (text := _of_system(problem)) is None:
+            raise
+        console.error(text)
+        return 1
     except typer.TyperException as problem:
         console.error(_in_one_line(problem))
         return problem.exit_code
     except SystemExit:  # typer's answer to a reader that went away while help was printed
         console.error(console.CLOSED)
         return 1
-    if code == 130:
+    if code == _INTERRUPTED and not _interrupts:  # else run() says which signal it was
         console.note("interrupted")
     return code or 0
+
+
+def _of_system(problem: OSError | RuntimeError) -> str | None:
+    """One line for an error of the system that no closer place explains; None for our bugs."""
+    said = str(problem)
+    if isinstance(problem, OSError):
+        named = problem.filename if isinstance(problem.filename, str) else "the system"
+        return f"{named[:200]}: {problem.strerror or said}"
+    if "home directory" in said:  # of a user that is not there
+        return "a path begins with ~, but the home folder is not known; write it out"
+    allocation = "can't allocate memory" in said or "not enough memory" in said
+    return _NO_MEMORY if allocation or "can't start new thread" in said else None
 
 
 def list_commands() -> typer.Typer:

@@ -12,13 +12,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
+from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError, printable
+from atlas_cli.io.paths import read_regular
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 CLOSED = "stdout was closed before everything was written"
+_LAYOUT = "\n\t"
 _PIECE = 1 << 15  # half of what a pipe holds
 _FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
 
@@ -35,9 +37,10 @@ def emit(result: object, *, as_json: bool = False) -> None:
     """Write a result to stdout: as JSON, or as its own text."""
     if as_json:
         value = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result  # type: ignore[arg-type]
-        write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        write(printable(json.dumps(value, indent=2, ensure_ascii=False), "\n") + "\n")
     else:
-        write(f"{result}\n")
+        text = str(result)
+        write(f"{printable(text, _LAYOUT) if is_terminal() else text}\n")
 
 
 def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -46,13 +49,15 @@ def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
-    write(text.getvalue())
+    written = text.getvalue()
+    write(printable(written, _LAYOUT) if is_terminal() else written)
 
 
 def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
     """Draw rows on the terminal. A column in which every cell is empty is left out."""
     from rich.console import Console
 
+    rows = [{name: printable(cell) for name, cell in row.items()} for row in rows]
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
@@ -151,15 +156,16 @@ def is_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Write lines to stderr as they are."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+    """Write lines to stderr. A result does not depend on whether anybody hears of it."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{printable(text, _LAYOUT)}\n")
+            sys.stderr.flush()
 
 
 def note(text: str) -> None:
-    """Write a message to stderr, behind the name of the program."""
-    say(f"atlas: {text}")
+    """Write a message to stderr, in one line behind the name of the program."""
+    say(f"atlas: {printable(text)}")
 
 
 def error(text: str) -> None:
@@ -176,13 +182,12 @@ def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
     """Write rows to stderr, one line each, in columns."""
     if sys.stderr is None:
         return
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    lines = [[printable(cell) for cell in line] for line in (rows[0], *(r.values() for r in rows))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:
         cells = [first.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        sys.stderr.write(f"  {'  '.join(cells).rstrip()}\n")
-    sys.stderr.flush()
+        say(f"  {'  '.join(cells).rstrip()}")
 
 
 @contextmanager
@@ -269,13 +274,31 @@ def spooled_stdin(suffix: str) -> Iterator[Path]:
             raise CheckpointError(str(problem).replace(str(path), "stdin")) from problem
 
 
+def read_stdin() -> str:
+    """The text of stdin. Raises UsageError if it is closed, too long, or no text."""
+    if sys.stdin is None:
+        raise UsageError("stdin: is closed")
+    try:
+        content = sys.stdin.buffer.read(_MOST_TEXT + 1)
+        if len(content) > _MOST_TEXT:
+            raise UsageError(f"stdin: is longer than {_MOST_TEXT / 1e6:.0f} MB of text")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError("stdin: cannot be read as UTF-8 text") from problem
+
+
+_MOST_TEXT = 16_000_000  # bytes
+
+
 def read_text(name: str) -> tuple[str, str]:
     """The text of a recipe, from a file or, for -, from stdin; and the name that errors use."""
     try:
-        return (sys.stdin.read(), "stdin") if name == "-" else (Path(name).read_text("utf-8"), name)
+        if name == "-":
+            return read_stdin(), "stdin"
+        return read_regular(Path(name), _MOST_TEXT).decode("utf-8"), name
     except FileNotFoundError as problem:
         raise UsageError(f"no such recipe: {name}") from problem
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from atlas_cli.core.patterns import find_pattern
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.registry import find_granularity, granularity, granularity_labels, late
 
@@ -94,7 +95,7 @@ def by_pattern(shapes: Shapes, patterns: Sequence[str]) -> Layout:
     """
     group_of = {}
     for name in shapes:
-        matches = ((pattern, re.search(pattern, name)) for pattern in patterns)
+        matches = ((pattern, find_pattern(pattern, name)) for pattern in patterns)
         pattern, found = next(((p, m) for p, m in matches if m), ("", None))
         group_of[name] = name if found is None else " ".join([pattern, *map(str, found.groups())])
     return by_group(shapes, group_of)

@@ -7,17 +7,21 @@ of a registry, which plugins add to; each opens its addresses as a `Dataset`.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas_cli.datasets.known import named_templates
 from atlas_cli.errors import DataError, UsageError, nearest
+from atlas_cli.io.paths import open_regular
 from atlas_cli.registry import DATASET_KINDS, Registered
 
 if TYPE_CHECKING:
@@ -248,17 +252,50 @@ def _image_of(dataset: Dataset, sample: Sample) -> Path | bytes | Image.Image | 
 
 def decode(file: Path | io.BytesIO, where: str = "") -> Image.Image:
     """Read an image as RGB: EXIF rotation applied, transparency laid on white, 16 bits made 8."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     where = where or str(file)
     try:
-        with Image.open(file) as image:
+        with (
+            open_regular(file) if isinstance(file, Path) else nullcontext(file) as opened,
+            Image.open(opened, formats=_raster_formats()) as image,
+        ):
+            if math.prod(image.size) > _PIXELS:
+                raise ValueError(f"has {math.prod(image.size):,} pixels; {_PIXELS:,} are the most")
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError as problem:
         raise DataError(f"{where}: no such image") from problem
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as problem:
+    except UnidentifiedImageError as problem:
+        raise DataError(f"{where}: cannot be decoded: is no image of a known format") from problem
+    except Exception as problem:  # a damaged image can make a decoder raise anything
         raise DataError(f"{where}: cannot be decoded: {_first_line(problem)}") from problem
+
+
+_PIXELS = 178_956_970  # what Pillow refuses, too, as more than a picture has
+# Others are opened neither by the name nor by the content of a file: Pillow runs a program for EPS.
+_FORMATS = {
+    "AVIF": "Avif",
+    "BMP": "Bmp",
+    "GIF": "Gif",
+    "JPEG": "Jpeg",
+    "PNG": "Png",
+    "PPM": "Ppm",
+    "TIFF": "Tiff",
+    "WEBP": "WebP",
+}
+
+
+@cache
+def _raster_formats() -> tuple[str, ...]:
+    """The formats that this Pillow reads; importing a plugin registers it."""
+    from PIL import Image
+
+    for name in _FORMATS.values():
+        with suppress(ImportError):
+            importlib.import_module(f"PIL.{name}ImagePlugin")
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see _PIXELS
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import re
 import struct
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.files import whole_file
+from atlas_cli.io.paths import open_regular
 from atlas_cli.io.pickles import open_pickle
 from atlas_cli.io.tensors import FileSpan, LazyTensor
 
@@ -100,21 +99,11 @@ class _Stored:
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """The tensor, mapped from the file; the map lives as long as the tensor."""
-        count = math.prod(self.shape)
-        if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        offset = self.place.start % mmap.ALLOCATIONGRANULARITY
-        page, length = self.place.start - offset, offset + count * self.dtype.itemsize
-        with self._opened() as file:
-            mapped: Any = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        if offset % self.dtype.itemsize:  # not where the processor wants it: a copy is
-            mapped, offset = bytearray(mapped[offset:]), 0
-        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=offset)
-        return flat.reshape(self.shape)
+        """The tensor, copied: a mapped file that another program cuts short ends this one."""
+        return self.read_part(0, math.prod(self.shape)).reshape(self.shape)
 
     def read_part(self, start: int, stop: int) -> torch.Tensor:
-        """Some elements, copied: threads that map and unmap small parts wait for each other."""
+        """Some elements, copied."""
         values = torch.empty(stop - start, dtype=self.dtype)
         content: Any = values.view(torch.uint8).numpy() if len(values) else b""
         room = memoryview(content)
@@ -136,14 +125,13 @@ class _Stored:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file, each mapped into memory when it is asked for."""
-    with _explained(path), path.open("rb") as file:
+    """The tensors of a safetensors file, each read when it is asked for."""
+    with _explained(path), open_regular(path) as file:
         header, start = _read_header(path, file)
         stamp = _stamp(file)
-        with safe_open(path, framework="np") as checked:  # sizes, gaps, overlaps
-            names = list(checked.keys())
+    header.pop(_METADATA, None)
     tensors = {}
-    for name in sorted(names, key=lambda name: header[name]["data_offsets"]):
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
         entry = header[name]
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
             way = f"; {_DEQUANTISE}" if entry["dtype"].startswith("F8") else ""
@@ -157,19 +145,57 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and where its data starts."""
-    head = file.read(8)
+    """The header of a safetensors file, checked, and where its data starts."""
+    head, size = file.read(8), os.fstat(file.fileno()).st_size
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-    if length > _LARGEST_HEADER:
-        raise CheckpointError(
-            f"{path}: is not a valid safetensors file: its header would have {length} bytes"
-        )
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as problem:
-        reason = f"its header cannot be read: {problem}"
-        raise CheckpointError(f"{path}: is not a valid safetensors file: {reason}") from problem
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"its header would have {length} bytes")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_each_once)
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"its header cannot be read: {problem}") from problem
+        _check_header(header, size - 8 - length)
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: is not a valid safetensors file: {problem}") from problem
     return header, 8 + length
+
+
+def _check_header(header: Any, size: int) -> None:
+    """Raise ValueError unless tensors cover the data from its start to its end, each once."""
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    metadata = header.get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its metadata holds something else than text")
+    spans = [_span(name, entry) for name, entry in header.items() if name != _METADATA]
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start}, where {end} is expected")
+        end = stop
+    if end != size:
+        raise ValueError(f"its tensors have {end} bytes, and the file has room for {size}")
+
+
+def _span(name: str, entry: Any) -> tuple[int, int, str]:
+    """The first byte of a tensor and that after its last. Raises ValueError for another entry."""
+    try:
+        word, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole or not isinstance(word, str) or len(shape) > _DIMENSIONS:
+        raise ValueError(f"{name} has no dtype, shape and data_offsets that make a tensor")
+    if word in _DTYPES and stop - start != math.prod(shape) * _DTYPES[word].itemsize:
+        raise ValueError(f"{name} has {stop - start} bytes, which its shape does not take")
+    if stop < start:
+        raise ValueError(f"{name} ends before it begins")
+    return start, stop, name
+
+
+_METADATA = "__metadata__"
+_DIMENSIONS = 64  # of a tensor, as numpy has them at most
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,8 +216,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     """The string metadata of a safetensors file; empty for any other kind of file."""
     if path.suffix != ".safetensors":
         return {}
-    with _explained(path), safe_open(path, framework="np") as file:
-        return dict(file.metadata() or {})
+    with _explained(path), open_regular(path) as file:
+        return dict(_read_header(path, file)[0].get(_METADATA, {}))
 
 
 # Writing --------------------------------------------------------------------------------------
@@ -254,16 +280,14 @@ class TensorStream:
 
 def header_text(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """The header of a safetensors file, without the length before it."""
-    text = {"__metadata__": dict(metadata), **entries}
+    text = {_METADATA: dict(metadata), **entries}
     return json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn what safetensors raises into one line that names the file."""
+    """Turn an error of the system into one line that names the file."""
     try:
         yield
-    except SafetensorError as problem:
-        raise CheckpointError(f"{path}: is not a valid safetensors file: {problem}") from problem
     except OSError as problem:
         raise CheckpointError(f"{path}: cannot be read: {problem.strerror or problem}") from problem

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
+import re
 import shutil
+import stat
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,25 +23,63 @@ try:
 except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
-_JOURNAL = "journal"
+_JOURNAL, _MODEL, _REPLACED = "journal", "model", "replaced"
+_MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
-_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+_STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its name at the end, or vanishes on an error."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
+    """A temporary file beside `path` that takes its name at the end, or vanishes on an error.
+
+    What a run that was killed left of an earlier one is removed first.
+    """
+    prefix, suffix = f".{path.name}.atlas-", ".part"
+    _sweep(path.parent, prefix, suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     temporary = Path(name)
     try:
+        if not _hold(handle):  # Windows renames no open file
+            os.close(handle)
+            handle = -1
         yield temporary
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+        if handle >= 0:
+            os.close(handle)
+
+
+def _hold(handle: int) -> bool:
+    """Lock a file for this process, as long as the handle is open; whether that was possible."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(folder: Path, prefix: str, suffix: str) -> None:
+    """Remove temporary files of ours that are old and that no process holds."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not (entry.name.startswith(prefix) and entry.name.endswith(suffix)):
+                continue
+            with contextlib.suppress(OSError):
+                handle = os.open(entry.path, _OPEN & ~os.O_CREAT)
+                try:
+                    old = time.time() - os.fstat(handle).st_mtime > _STALE
+                    if old and _hold(handle):
+                        Path(entry.path).unlink()
+                finally:
+                    os.close(handle)
 
 
 def _umask() -> int:
@@ -55,57 +97,107 @@ def write_text(path: Path, text: str) -> None:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
 
 
-class StagingFolder:
-    """A folder beside the target, with files of their final length and a journal of pieces.
+class FolderLock:
+    """One folder, one writer: a file with process and host, locked as long as that process lives.
 
-    A piece is in the journal once its bytes are in its file. Made again for the same work, the
-    folder goes on from there; for any other work it starts anew.
+    A lock whose process has ended on this host is stale and taken over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._handle: int | None = None
+
+    def take(self) -> None:
+        """Lock the folder until `release`, or until the process ends. Raises AtlasError."""
+        handle = os.open(self._path, _OPEN, 0o666)
+        try:
+            self._refuse_others(handle)
+            os.ftruncate(handle, 0)
+            os.lseek(handle, 0, os.SEEK_SET)
+            os.write(handle, f"{os.getpid()} {platform.node()}\n".encode())
+        except (AtlasError, OSError):
+            os.close(handle)
+            raise
+        self._handle = handle
+
+    def check(self) -> None:
+        """Raise AtlasError if another process has locked the folder."""
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(self._path, _OPEN & ~os.O_CREAT)
+            try:
+                self._refuse_others(handle)
+            finally:
+                os.close(handle)
+
+    def _refuse_others(self, handle: int) -> None:
+        free = _hold(handle) or fcntl is None
+        process, _, host = os.read(handle, 300).decode("utf-8", "replace").strip().partition(" ")
+        here = host in ("", platform.node())
+        if free and (here or not process.isdigit()):
+            return
+        raise AtlasError(
+            f"{self._path.parent}: process {process} on {host} writes it; wait until that has "
+            f"ended{'' if here else f', or remove {self._path} if it has'}"
+        )
+
+    def release(self) -> None:
+        """Let others write the folder."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+LOCK = ".atlas.lock"
+
+
+class StagingFolder:
+    """A folder beside the target: files of their final length in it, and a journal of pieces.
+
+    It holds the journal, the model as far as it is written, and while names are exchanged the
+    folder that is replaced. A piece is in the journal once its bytes are in its file. Made again
+    for the same work, it goes on from there; for any other work it starts anew. What atlas did not
+    write is never removed, and links are not followed.
     """
 
     def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
         self.target = target
-        self.folder = target.absolute().parent / f".{target.name}.part"
-        self.folder.mkdir(exist_ok=True)
-        self._journal = os.open(self.folder / _JOURNAL, _OPEN | os.O_APPEND)
+        self._home = _staging(target)
+        self.folder = self._home / _MODEL
+        check_staging(target)
+        self._home.mkdir(exist_ok=True)
+        self._journal = os.open(self._home / _JOURNAL, _OPEN | os.O_APPEND, 0o666)
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         self._writing = {name: threading.Lock() for name in files}
-        self._claim()
         try:
+            _claim(self._journal, target)
             self.done = self._resume(identity, files)
             for name, length in files.items():
                 self._files[name] = os.open(self.folder / name, _OPEN, 0o666)
                 _reserve(self._files[name], length)
+        except AtlasError:
+            self.close()
+            raise
         except OSError:
             self.abandon()
             raise
 
-    def _claim(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            raise AtlasError(f"{self.target}: another atlas merge is writing it") from problem
-
     def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
         """The pieces that an earlier run of the same work finished; else an empty folder."""
-        text = (self.folder / _JOURNAL).read_text("utf-8")
-        first, *lines = text.split("\n")
-        here = all(
-            (self.folder / name).is_file() and (self.folder / name).stat().st_size == length
-            for name, length in files.items()
-        )
-        same = bool(lines) and first == identity and here
-        # Companion files are written last, and anew: one may have been cut short.
-        kept = {_JOURNAL, *files} if same else {_JOURNAL}
-        for path in self.folder.iterdir():
-            if path.name not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if same:  # the last line may be cut short: it is no piece
-            return {(int(a), int(b)) for a, b in (line.split() for line in lines[:-1])}
+        first, *lines = (self._home / _JOURNAL).read_text("utf-8", "replace").split("\n")
+        pieces = [re.fullmatch(r"(\d{1,9}) (\d{1,9})", line) for line in lines[:-1]]
+        here = all(_is_file(self.folder / name, length) for name, length in files.items())
+        if lines and first == _MARK + identity and here and all(pieces):
+            # Companion files are written last, and anew: one may have been cut short.
+            _remove_all_but(self.folder, files)
+            # The last line may be cut short: it is no piece.
+            return {(int(found[1]), int(found[2])) for found in pieces if found}
+        _remove_all_but(self._home, [_JOURNAL])
+        self.folder.mkdir()
         os.ftruncate(self._journal, 0)
-        os.write(self._journal, f"{identity}\n".encode())
+        os.write(self._journal, f"{_MARK}{identity}\n".encode())
         return set()
 
     def write(self, file: str, offset: int, content: memoryview | bytes) -> None:
@@ -126,31 +218,111 @@ class StagingFolder:
 
     def close(self) -> None:
         """Let go of the files, and leave them for another run."""
-        for handle in (*self._files.values(), self._journal):
+        handles = [*self._files.values(), self._journal]
+        self._files, self._journal = {}, -1
+        for handle in handles:
             with contextlib.suppress(OSError):
                 os.close(handle)
 
     def abandon(self) -> None:
         """Remove all that was written."""
+        if fcntl is None:  # Windows removes no open file
+            self.close()
+        shutil.rmtree(self._home, ignore_errors=True)
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> None:
-        """Give the folder its name; a folder that is replaced goes last."""
-        (self.folder / _JOURNAL).unlink()
-        self.close()
-        old = self.folder.with_suffix(".old")
+        """Give the folder its name; a folder that is replaced goes last.
+
+        A run that is killed in between is put right by the next one: see `recover`.
+        """
+        if fcntl is None:
+            self.close()
         if self.target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.target.rename(old)
+            self.target.rename(self._home / _REPLACED)
         self.folder.rename(self.target)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._home, ignore_errors=True)
+        self.close()
+
+
+def _staging(target: Path) -> Path:
+    return target.absolute().parent / f".{target.name}.part"
+
+
+def check_staging(target: Path) -> None:
+    """Raise AtlasError if the place of the staging folder is taken by what atlas did not make."""
+    home = _staging(target)
+    if not os.path.lexists(home):
+        return
+    status = home.lstat()
+    foreign = hasattr(os, "geteuid") and status.st_uid != os.geteuid()
+    if foreign or not stat.S_ISDIR(status.st_mode) or not _is_ours(home):
+        raise AtlasError(
+            f"{home}: is in the way, and was not left by atlas merge; remove it or give it another "
+            "name"
+        )
+
+
+def _is_ours(home: Path) -> bool:
+    """Whether a folder is empty, has just been made, or has a journal that atlas merge wrote."""
+    names = {path.name for path in home.iterdir()}
+    journal = home / _JOURNAL
+    if _JOURNAL not in names:
+        return not names
+    if journal.is_symlink() or not journal.is_file():
+        return False
+    with journal.open("rb") as file:
+        head = file.read(len(_MARK))
+    return head == _MARK.encode() or (not head and names == {_JOURNAL})
+
+
+def recover(target: Path) -> None:
+    """Put right what a kill left between two renames: a folder that was to be replaced returns.
+
+    If the new one has its name already, the rest of the staging folder is removed.
+    """
+    home = _staging(target)
+    if not os.path.lexists(home):
+        return
+    check_staging(target)
+    replaced = home / _REPLACED
+    journal = os.open(home / _JOURNAL, _OPEN) if (home / _JOURNAL).exists() else None
+    try:
+        if journal is None:
+            return
+        _claim(journal, target)
+        if replaced.is_dir() and not os.path.lexists(target):
+            replaced.rename(target)
+        elif target.is_dir() and not (home / _MODEL).exists():
+            shutil.rmtree(home, ignore_errors=True)
+    finally:
+        if journal is not None:
+            os.close(journal)
+
+
+def _claim(journal: int, target: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        raise AtlasError(f"{target}: another atlas merge is writing it") from problem
+
+
+def _is_file(path: Path, length: int) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == length
+
+
+def _remove_all_but(folder: Path, kept: Iterable[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in set(kept):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def check_space(target: Path, wanted: int) -> None:
     """Raise if the disk has no room for what is still to be written."""
     folder = target.absolute().parent
-    kept = folder / f".{target.name}.part"
+    kept = _staging(target) / _MODEL
     there = sum(_on_disk(path) for path in kept.glob("*")) if kept.is_dir() else 0
     free = shutil.disk_usage(folder).free
     if wanted - there > free:

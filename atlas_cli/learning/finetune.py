@@ -214,9 +214,11 @@ def _finetune(
     from atlas_cli.learning.loop import train
     from atlas_cli.learning.weights import prepared_trainer
 
-    with prepared_trainer(inputs, lambda text: on_event(Warned(text))) as trainer:
+    with (
+        prepared_trainer(inputs, lambda text: on_event(Warned(text))) as trainer,
+        open_folder(task.folder, trainer.config, options) as folder,
+    ):
         on_event(Planned((_plan(task, trainer),)))
-        folder = open_folder(task.folder, trainer.config, resume=options.resume)
         announced = 0
 
         def on_checkpoint(checkpoint: FinetuneCheckpoint, step: Step | None) -> None:

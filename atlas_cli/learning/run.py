@@ -287,26 +287,31 @@ def learn(
         on_event(Planned(ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")
-        folder = open_folder(options.folder, ready.config, resume=options.resume)
-        try:
-            selection = _selected(verb, ready, folder, options, on_event, stop)
-            selection = verb.complete(ready, selection)
-            stopped = stop()
-            report = verb.report(ready, selection, brief=stopped)
-            return _finished(verb, ready, folder, selection, report, stopped=stopped)
-        except AtlasError:
-            if folder:
-                folder.abandon()
-            raise
+        with open_folder(options.folder, ready.config, options) as folder:
+            try:
+                selection = _selected(verb, ready, folder, options, on_event, stop)
+                selection = verb.complete(ready, selection)
+                stopped = stop()
+                report = verb.report(ready, selection, brief=stopped)
+                return _finished(verb, ready, folder, selection, report, stopped=stopped)
+            except AtlasError:
+                if folder:
+                    folder.abandon()
+                raise
 
 
+@contextmanager
 def open_folder(
-    folder: Path | None, config: Mapping[str, object], *, resume: bool
-) -> RunFolder | None:
-    """The folder of a run, if it has one."""
+    folder: Path | None, config: Mapping[str, object], options: RunOptions
+) -> Iterator[RunFolder | None]:
+    """The folder of a run, if it has one; no other run writes it meanwhile."""
     from atlas_cli.learning.run_folder import open_run
 
-    return open_run(folder, config, resume=resume) if folder else None
+    if folder is None:
+        yield None
+        return
+    with open_run(folder, config, resume=options.resume, force=options.force) as opened:
+        yield opened
 
 
 def _selected(

@@ -15,7 +15,7 @@ import torch
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
-from atlas_cli.io.files import write_text
+from atlas_cli.io.files import LOCK, FolderLock, write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -51,6 +51,7 @@ class RunFolder:
 
     folder: Path
     made: bool
+    lock: FolderLock
     resumed: bool = False
     _waiting: list[str] = field(default_factory=list)
     _rows: int = 0
@@ -128,6 +129,7 @@ class RunFolder:
             return
         (self.folder / _CONFIG).unlink(missing_ok=True)
         _clear(self.folder)
+        self.lock.release()
         if self.made and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
@@ -147,16 +149,23 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     """Raise if a run may not use this folder. Nothing is made yet."""
     if folder.exists() and not folder.is_dir():
         raise AtlasError(f"{folder}: is a file")
-    begun = (folder / _CONFIG).exists()
-    others = [path for path in folder.iterdir() if path.name != TRIMMED] if folder.exists() else []
-    if others and not begun:
-        raise AtlasError(f"{folder}: is not empty, and holds no run")
-    if begun and not (resume or force):
-        raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
     if not folder.absolute().parent.is_dir():
         raise AtlasError(f"{folder.parent}: no such folder")
     if not os.access(folder if folder.exists() else folder.absolute().parent, os.W_OK):
         raise AtlasError(f"{folder}: cannot be written")
+    if folder.exists():
+        with _explained(folder):
+            FolderLock(folder).check()
+        _check_content(folder, resume=resume, force=force)
+
+
+def _check_content(folder: Path, *, resume: bool, force: bool) -> None:
+    begun = (folder / _CONFIG).exists()
+    others = [path for path in folder.iterdir() if path.name not in (TRIMMED, LOCK)]
+    if others and not begun:
+        raise AtlasError(f"{folder}: is not empty, and holds no run")
+    if begun and not (resume or force):
+        raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
 
 
 @contextmanager
@@ -175,12 +184,30 @@ def trimmed_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def open_run(folder: Path, config: Mapping[str, object], *, resume: bool) -> RunFolder:
-    """Start a run, or resume one. Raises UsageError if that has another configuration."""
+@contextmanager
+def open_run(
+    folder: Path, config: Mapping[str, object], *, resume: bool, force: bool
+) -> Iterator[RunFolder]:
+    """Start a run, or resume one, and let nobody else write its folder meanwhile.
+
+    Raises UsageError if the run that is there has another configuration.
+    """
     made = not folder.exists()
-    run = RunFolder(folder, made)
+    lock = FolderLock(folder)
     with _explained(folder):
         folder.mkdir(exist_ok=True)
+        lock.take()
+    try:
+        _check_content(folder, resume=resume, force=force)  # another run may have come first
+        yield _begin(RunFolder(folder, made, lock), config, resume=resume)
+    finally:
+        with _explained(folder):
+            lock.release()
+
+
+def _begin(run: RunFolder, config: Mapping[str, object], *, resume: bool) -> RunFolder:
+    folder = run.folder
+    with _explained(folder):
         if resume and (folder / _CONFIG).exists():
             _check_same(folder / _CONFIG, config)
             run.resumed = True

@@ -306,11 +306,11 @@ def tta_online(
         from atlas_cli.learning.online import OnlineAdapter
 
         adapter = OnlineAdapter(ready.setup, lambda text: on_event(Warned(text)))
-        folder = open_folder(options.folder, ready.config, resume=options.resume)
-        if folder and options.resume and (saved := folder.restore()):
-            adapter.restore(saved.tensors, saved.facts)
-        with training(on_event):
-            return _follow(verb, ready, adapter, paths, folder, on_event)
+        with open_folder(options.folder, ready.config, options) as folder:
+            if folder and options.resume and (saved := folder.restore()):
+                adapter.restore(saved.tensors, saved.facts)
+            with training(on_event):
+                return _follow(verb, ready, adapter, paths, folder, on_event)
 
 
 def _follow(

@@ -123,6 +123,7 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     promise = locked(merge, located, promised_hashes(merge, located))
     plan = plan_files(groups, _metadata(promise))
     check_device(plan, limits)
+    companion_files(located[merge.layout].model)  # raises for what cannot be copied
     peak = check_memory(plan, inputs.producer, limits)
     head = open_entry(merge.recipe.head) if merge.recipe.head else None
     return PreparedMerge(request, inputs, plan, peak, head)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.io.files import recover
 from atlas_cli.merging.provenance import (
     MANIFEST,
     TOKENIZER,
@@ -314,5 +315,6 @@ def _check_place(target: Path, *, force: bool) -> None:
     """Raise AtlasError for what can be wrong with the folder whatever the inputs are."""
     if not target.absolute().parent.is_dir():
         raise AtlasError(f"{target.parent}: no such folder")
+    recover(target)
     if target.is_dir() and any(target.iterdir()) and not force:
         raise AtlasError(f"{target}: exists already; use --force to replace it")

@@ -6,7 +6,6 @@ No value is read.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core.patterns import find_pattern
 from atlas_cli.errors import AtlasError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
@@ -361,5 +361,5 @@ def explained(
         }
         for segment in segments
         for name in segment.layout.tensors
-        if name in resolved and re.search(pattern, name)
+        if name in resolved and find_pattern(pattern, name)
     ]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
+from atlas_cli.io.paths import inside
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import transformers_config
 from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
@@ -280,10 +281,18 @@ def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
     model = dict(blueprint.model)
     text = dict(model.get("text_cfg", {}))
     for key in ("hf_model_name", "hf_tokenizer_name"):
-        if blueprint.folder and key in text and (blueprint.folder / text[key]).is_dir():
-            text[key] = str((blueprint.folder / text[key]).resolve())
+        if blueprint.folder and (found := text_folder(blueprint.folder, text.get(key))):
+            text[key] = str(found.resolve())
     model["text_cfg"] = text
     return model
+
+
+def text_folder(home: Path, name: object) -> Path | None:
+    """The folder in that of a model which describes its text tower, if it has one of that name."""
+    if not name:
+        return None
+    found = inside(home, name, f"{home / 'open_clip_config.json'}")
+    return found if found.is_dir() else None
 
 
 def _tokenizer(blueprint: Blueprint) -> Tokenize:

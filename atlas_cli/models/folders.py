@@ -18,9 +18,10 @@ import torch
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.models.clip import Clip, read_blueprint
+from atlas_cli.io.paths import copy_file, copy_folder, inside
+from atlas_cli.models.clip import Clip, read_blueprint, text_folder
 from atlas_cli.models.tensor_names import has_text, read_tensors
-from atlas_cli.sources.locate import COMPANION_FILES, Source
+from atlas_cli.sources.locate import COMPANION_FILES, Source, read_object
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
@@ -66,14 +67,14 @@ def _copy_text(clip: Clip, folder: Path) -> None:
     """Copy folders beside the base that a text tower of transformers is described in."""
     text, home = clip.config.get("text_cfg", {}), clip.blueprint.folder
     for key in _TEXT_FOLDERS:
-        if home and key in text and (home / text[key]).is_dir():
-            shutil.copytree(home / text[key], folder / text[key], dirs_exist_ok=True)
+        if home and (found := text_folder(home, text.get(key))):
+            copy_folder(found, folder / text[key], str(home))
 
 
 def companion_files(source: Source) -> list[Path]:
     """The configuration, tokenizer, preprocessing and licence of a model, sorted by name."""
     return sorted(
-        path
+        inside(source.folder, path.name, str(source.folder))
         for path in source.folder.iterdir()
         if path.is_file()
         and path not in source.weights
@@ -94,14 +95,14 @@ def copy_companion_files(
     for path in companion_files(source):
         text = _changed(path, change) if change and path.name in _CONFIGS else None
         if text is None:
-            shutil.copyfile(path, folder / path.name)
+            copy_file(path, folder / path.name)
         else:
             (folder / path.name).write_text(text, "utf-8")
 
 
 def _changed(path: Path, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> str | None:
     """The file with other values; None if none is another one."""
-    found = json.loads(path.read_text("utf-8"))
+    found: dict[str, Any] = read_object(path)
     changed = change(path.name, found)
     return json.dumps(changed, indent=2, ensure_ascii=False) + "\n" if changed != found else None
 

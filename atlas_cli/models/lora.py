@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atlas_cli.core.patterns import find_pattern
 from atlas_cli.core.storage import BlockPart, Factors
-from atlas_cli.errors import CheckpointError, MismatchError
+from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.models.tensor_names import unwrapped
@@ -216,10 +217,12 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any
     """The value of the first pattern that matches the end of a module's name."""
     for pattern, value in patterns.items():
         try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            if find_pattern(rf"(.*\.)?({pattern})", module, whole=True):
                 return value
-        except re.error as problem:
-            raise CheckpointError(f"adapter_config.json: bad pattern {pattern!r}") from problem
+        except UsageError as problem:
+            raise CheckpointError(
+                f"adapter_config.json: bad pattern {pattern!r}: {problem}"
+            ) from problem
     return otherwise
 
 

@@ -347,7 +347,7 @@ def read_merge(
     problems = problems_of(MergeRecipe, rest, where, check_source)
     lines += [*refused_keys(found, where), *problems.structure, *problems.values]
     if lines:
-        raise UsageError("\n".join(dict.fromkeys(lines)))
+        raise UsageError(*dict.fromkeys(lines))
     return _normal(MergeRecipe.model_validate(rest), rest, idle)
 
 

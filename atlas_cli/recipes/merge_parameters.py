@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # What no method of atlas takes, but recipes of mergekit have: it stores or did something else.
 _ELSEWHERE = ("int8_mask", "embed_slerp", "consensus_method", "consensus_threshold", "name")
 Scalar = float | bool | str
+_LARGEST = sys.float_info.max
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -94,8 +95,9 @@ def _scalar_problems(value: Any, parameter: Parameter, where: str) -> Iterator[s
             yield f"{where}: expected true or false, found {value!r}"
     elif isinstance(value, bool) or not isinstance(value, int | float):
         yield f"{where}: expected a number, found {type(value).__name__}"
-    elif not math.isfinite(value):
-        yield f"{where}: expected a finite number, found {value}"
+    elif not abs(value) <= _LARGEST:
+        found = value if isinstance(value, float) else f"one of {len(str(value))} digits"
+        yield f"{where}: expected a finite number, found {found}"
     elif parameter.low is not None and value < parameter.low:
         yield f"{where}: expected {parameter.low:g} or more, found {value:g}"
     elif parameter.high is not None and value > parameter.high:

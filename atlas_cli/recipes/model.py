@@ -250,7 +250,7 @@ def read_recipe(
     """
     found = parse_mapping(text, where)
     if lines := problems_of(schema, found, where).structure:
-        raise UsageError("\n".join(lines))
+        raise UsageError(*lines)
     return check_recipe(schema, {**found, **(flags or {})})
 
 
@@ -260,7 +260,7 @@ def check_recipe(schema: type[AnyRecipe], found: Mapping[str, Any], prefix: str 
         return schema.model_validate(dict(found))
     except ValidationError as problem:
         lines = _sentences(problem.errors(include_url=False), schema, found, "recipe", prefix)
-        raise UsageError("\n".join(lines.structure or lines.values)) from None
+        raise UsageError(*(lines.structure or lines.values)) from None
 
 
 class Problems(NamedTuple):

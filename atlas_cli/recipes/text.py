@@ -165,6 +165,7 @@ def summarise(table: Table) -> list[Summary]:
 
 
 _MANY_NODES = 100_000  # no recipe is this large; a few nested aliases can be
+_DEEP = 50
 
 
 def parse_mapping(text: str, where: str) -> dict[Any, Any]:
@@ -186,10 +187,8 @@ def write_recipe(recipe: LearnedRecipe, comment: str) -> str:
     return write_mapping(recipe.model_dump(exclude_none=True), comment)
 
 
-class _Strict(yaml.SafeLoader):
-    """Safe YAML in which a key given twice is an error and aliases cannot explode."""
-
-    nodes = 0
+class _Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Safe YAML in which a key given twice is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -199,13 +198,51 @@ class _Strict(yaml.SafeLoader):
                     problem=f"key '{key.value}' is given twice", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        self.nodes += 1
-        if self.nodes > _MANY_NODES:
-            raise yaml.MarkedYAMLError(problem="too many nodes", problem_mark=node.start_mark)
-        return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except (ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as problem:
+            # A date that never was, an integer without an end, a !!bool that is none.
+            kind, value = node.tag.rpartition(":")[2], str(node.value)
+            shown = value if len(value) <= 40 else f"{value[:40]}..."
+            raise yaml.MarkedYAMLError(
+                problem=f"'{shown}' is no {kind}", problem_mark=node.start_mark
+            ) from problem
+
+
+def _check_size(text: str) -> None:
+    """Raise MarkedYAMLError for too many or too deep nodes, before any of them is made.
+
+    An alias, also one of a merge key, counts as all that it stands for.
+    """
+    open_nodes: list[tuple[str | None, int]] = []  # anchors, and how many nodes came before
+    sizes: dict[str, int] = {}  # of what anchors stand for
+    count = 0
+    for event in yaml.parse(text, _Strict):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor:
+                sizes[anchor] = count - before
+        elif isinstance(event, yaml.NodeEvent):
+            anchor = event.anchor
+            if isinstance(event, yaml.AliasEvent) and anchor in [name for name, _ in open_nodes]:
+                raise _at(event, f"'*{anchor}' is within what it stands for")
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((anchor, count))
+            count += sizes.get(anchor or "", 1) if isinstance(event, yaml.AliasEvent) else 1
+            if isinstance(event, yaml.ScalarEvent) and anchor:
+                sizes[anchor] = 1
+        if count > _MANY_NODES or len(open_nodes) > _DEEP:
+            problem = "too many nodes" if count > _MANY_NODES else "nodes within nodes too deep"
+            raise _at(event, problem)
+
+
+def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -223,6 +260,7 @@ for _kind in (_Strict, _Dumper):  # the writer quotes text that the reader would
 
 def _parse(text: str, where: str) -> Any:
     try:
+        _check_size(text)
         return yaml.load(text, _Strict)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark

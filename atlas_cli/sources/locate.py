@@ -12,7 +12,6 @@ import fnmatch
 import hashlib
 import json
 import math
-import mmap
 import os
 import re
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
 from atlas_cli.io.files import whole_file
+from atlas_cli.io.paths import inside, open_regular, read_regular
 from atlas_cli.sources.hub import open_snapshot
 from atlas_cli.sources.references import Reference, builtin_model, open_clip_repository
 
@@ -52,7 +52,8 @@ COMPANION_FILES = (
     *("LICENSE*", "NOTICE*"),
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_WINDOW = 16 << 20  # bytes of a file that are mapped at a time
+_WINDOW = 16 << 20  # bytes of a file that are read at a time
+_LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model has some thousand
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class Source:
     def config(self, name: str) -> dict[str, object] | None:
         """The JSON object in a configuration file beside the weights, or None without one."""
         path = self.folder / name
-        return read_object(path) if path.is_file() else None
+        if not os.path.lexists(path):
+            return None
+        return read_object(inside(self.folder, name, str(self.folder)))
 
     def provenance(self) -> dict[str, object]:
         """Where the weights came from, exactly: reference, commit, and sha256 of every file."""
@@ -162,7 +165,7 @@ def _on_hub(
 
 def _needs_tokenizer(folder: Path) -> bool:
     path = folder / "open_clip_config.json"
-    return path.is_file() and "hf_tokenizer_name" in path.read_text("utf-8")
+    return path.is_file() and "hf_tokenizer_name" in json.dumps(read_object(path))
 
 
 def choose_weights(names: Collection[str], where: str) -> str:
@@ -191,24 +194,16 @@ def _members(folder: Path, entry: str) -> Sequence[str]:
         raise CheckpointError(f"{folder / entry}: has no weight_map")
     shards = sorted({str(name) for name in listed.values()})
     for name in shards:
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts or "\\" in name:
-            raise CheckpointError(f"{folder / entry}: names a shard outside its folder: {name}")
-        _check_link(folder / entry, name)
+        inside((folder / entry).parent, name, str(folder / entry))
     return [str(PurePosixPath(entry).parent / name) for name in shards]
-
-
-def _check_link(index: Path, name: str) -> None:
-    """Refuse a shard that is a link to elsewhere than where the index itself, or its link, is."""
-    shard, homes = (index.parent / name).resolve(), (index.parent, index.resolve().parent)
-    if not any(shard.is_relative_to(home.resolve()) for home in homes):
-        raise CheckpointError(f"{index}: names a shard that is a link out of its folder: {name}")
 
 
 def read_object(path: Path) -> dict[str, object]:
     """The JSON object in a file. Raises CheckpointError for anything else."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_regular(path, _LARGEST_OBJECT).decode("utf-8"))
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}") from problem
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: is not valid JSON: {problem}") from problem
     if not isinstance(found, dict):
@@ -236,12 +231,14 @@ def blake3_of(path: Path) -> str:
 
 
 def _hashed(path: Path, found: Any) -> str:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for start in range(0, size, _WINDOW):  # mapped: a copy would take a sixth of the time
-            length = min(_WINDOW, size - start)
-            with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start) as window:
-                found.update(window)
+    try:
+        # Read, not mapped: a mapped file that another program cuts short ends this one.
+        with open_regular(path) as file:
+            room = memoryview(bytearray(min(_WINDOW, os.fstat(file.fileno()).st_size)))
+            while count := file.readinto(room):
+                found.update(room[:count])
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}") from problem
     return str(found.hexdigest())
 
 

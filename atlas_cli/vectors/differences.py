@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from atlas_cli.core.patterns import find_pattern
 from atlas_cli.core.storage import Block, Dense
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
@@ -33,7 +33,7 @@ class Choice:
 
     def overlooks(self, name: str) -> bool:
         """Whether a tensor of that name need not fit."""
-        return any(re.search(pattern, name) for pattern in self.ignore)
+        return any(find_pattern(pattern, name) for pattern in self.ignore)
 
 
 @dataclass(frozen=True)

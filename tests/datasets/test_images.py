@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,42 @@ def test_floating_point_pixels_are_refused(tmp_path: Path):
     Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "a.tif")
     with pytest.raises(DataError, match="floating-point pixels"):
         decode(tmp_path / "a.tif")
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 8 8
+%%EndComments
+0 0 8 8 rectfill
+showpage
+"""
+
+
+def test_only_raster_formats_are_opened_whatever_a_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Pillow runs Ghostscript for EPS; here a program of that name would leave a trace."""
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    (tmp_path / "x.png").write_bytes(EPS)
+    with pytest.raises(DataError, match=r"x\.png: cannot be decoded: is no image of a known"):
+        decode(tmp_path / "x.png")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_whatever_a_decoder_raises_is_one_line(tmp_path: Path):
+    """Decoders of damaged files raise more than OSError; a pipe would be waited for."""
+    for name, content in {
+        "a.gif": b"GIF89a\x01\x00\x01\x00\x80\x00\x00" + b"\xff" * 30,
+        "b.tif": b"II*\x00\x08\x00\x00\x00\x01\x00\x00\x01\x04\x00\xff\xff\xff\xff\x01\x00\x00\x00",
+        "c.ppm": b"P6 1000000 1000000 255\n",
+        "d.png": b"",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: cannot be decoded: .+"):
+            decode(tmp_path / name)
+    os.mkfifo(tmp_path / "e.png")
+    with pytest.raises(DataError, match="is not a regular file"):
+        decode(tmp_path / "e.png")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import CheckpointError
@@ -111,3 +111,38 @@ def test_pickles_may_hold_names_that_are_allowed(tmp_path: Path):
         open_tensors([tmp_path / "x.pt"])
     found = open_tensors([tmp_path / "x.pt"], allow=["time.struct_time"])
     assert found["a"].read().tolist() == [1, 1]
+
+
+def test_a_file_that_is_cut_short_while_its_tensors_are_in_use_ends_nothing(tmp_path: Path):
+    """A mapped file would end the process by SIGBUS when its pages are first touched."""
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(100_000)}, path)
+    opened = open_safetensors(path)["w"]
+    tensor = opened.read()
+    with path.open("r+b") as file:
+        file.truncate(100)
+    assert tensor.sum() == 100_000
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
+        opened.read()
+
+
+HEADERS = {
+    "no object": b"[]",
+    "something else than text": b'{"__metadata__":{"a":1}}',
+    "x begins at byte 4, where 0": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "and the file has room for 8": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "8 bytes, which its shape": b'{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+    "x has no dtype, shape": b'{"x":{"dtype":"F32","shape":[-1],"data_offsets":[0,8]}}',
+    "y has no dtype, shape": b'{"y":3}',
+    "z ends before it begins": b'{"z":{"dtype":"F4","shape":[0],"data_offsets":[8,0]}}',
+}
+
+
+def test_a_header_that_does_not_describe_the_data_is_refused(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    for message, header in HEADERS.items():
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        with pytest.raises(CheckpointError, match=message):
+            open_safetensors(path)
+        with pytest.raises(SafetensorError):  # the library says so, too
+            safe_open(path, framework="np").__enter__()

@@ -6,16 +6,19 @@ import dataclasses
 import json
 import math
 import struct
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.io.files import FolderLock
 from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer, Step
 from atlas_cli.learning.run_folder import RunFolder, SavedRun, check_folder, open_run
 from atlas_cli.learning.selection import Score
@@ -65,11 +68,13 @@ def same(first: Checkpoint, second: Checkpoint) -> bool:
 
 
 def start(folder: Path, config: dict = CONFIG) -> RunFolder:
-    return open_run(folder, config, resume=False)
+    with open_run(folder, config, resume=False, force=True) as run:
+        return run
 
 
 def go_on(folder: Path, config: dict = CONFIG) -> RunFolder:
-    return open_run(folder, config, resume=True)
+    with open_run(folder, config, resume=True, force=False) as run:
+        return run
 
 
 def rows(folder: Path) -> list[dict]:
@@ -387,3 +392,38 @@ def test_a_folder_that_is_gone_is_one_clear_error(tmp_path: Path):
     (tmp_path / "run").rmdir()
     with pytest.raises(AtlasError, match="run: cannot be written: No such file or directory"):
         save(run, moment_after(1), 1)
+
+
+# One folder, one writer -----------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_write_the_folder_of_the_first(call, tmp_path: Path):
+    given = ("--model", "builtin:tiny", "--vectors", "builtin:letters", "--shots", "1")
+    first = warm.start("fit", "builtin:digits", *given, "--epochs", "400", "-o", tmp_path / "run")
+    while first.poll() is None and not (tmp_path / "run" / "state.safetensors").exists():
+        time.sleep(0.01)
+    for more in ((), ("--force",), ("--resume",)):
+        result = call("fit", "builtin:digits", *given, "-o", tmp_path / "run", *more)
+        assert (result.code, len(result.error_lines)) == (1, 1), result.err
+        assert (
+            f"process {(tmp_path / 'run' / '.atlas.lock').read_text().split()[0]} on" in result.err
+        )
+    first.kill()
+    first.communicate()
+    result = call(
+        "fit", "builtin:digits", *given, "--epochs", "1", "-o", tmp_path / "run", "--force"
+    )
+    assert result.code == 0, result.err  # the lock of a process that has ended is stale
+    assert not (tmp_path / "run" / ".atlas.lock").exists()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 10
+
+
+def test_a_lock_of_another_host_is_respected_until_it_is_removed(tmp_path: Path):
+    (tmp_path / ".atlas.lock").write_text("123 elsewhere\n")
+    with pytest.raises(AtlasError, match=r"process 123 on elsewhere writes it; .* remove .*\.lock"):
+        FolderLock(tmp_path).take()
+    (tmp_path / ".atlas.lock").write_bytes(b"\xff\xfe garbage")
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []

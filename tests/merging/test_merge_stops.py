@@ -105,7 +105,7 @@ def test_an_interrupt_ends_with_130_and_leaves_what_is_needed_to_go_on(recipe: P
     assert (part / "journal").is_file()
     left = pieces_in(part / "journal")
     assert left >= 1
-    stamp = (part / "model.safetensors").stat().st_ino
+    stamp = (part / "model" / "model.safetensors").stat().st_ino
     process = start(recipe)
     process.communicate()
     assert process.returncode == 0
@@ -125,12 +125,11 @@ def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
     first.close()
     journal = tmp_path / ".out.part" / "journal"
     journal.write_text(journal.read_text() + "4 ")  # killed within a line
-    (journal.parent / ".README.md.part").touch()  # or while it wrote what stands beside the weights
+    (journal.parent / "model" / "README.md").touch()  # or while it wrote what is beside the weights
     again = StagingFolder(tmp_path / "out", "same", FILES)
     assert again.done == {(0, 0), (3, 1)}
-    assert (tmp_path / ".out.part" / "w.safetensors").read_bytes()[8:16] == bytes(
-        [0, 0, 1, 0, 2, 0, 3, 0]
-    )
+    written = tmp_path / ".out.part" / "model" / "w.safetensors"
+    assert written.read_bytes()[8:16] == bytes([0, 0, 1, 0, 2, 0, 3, 0])
     again.finish()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.safetensors"]
 
@@ -181,6 +180,67 @@ def test_only_what_atlas_merge_wrote_is_replaced_and_only_by_force(tmp_path: Pat
     check_target(target, force=True)
     with pytest.raises(AtlasError, match="is a file"):
         check_target(target / "thesis.tex", force=True)
+
+
+def test_a_planted_link_is_neither_followed_nor_emptied(tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years")
+    (tmp_path / ".out.part").symlink_to(precious)
+    with pytest.raises(AtlasError, match="is in the way, and was not left by atlas merge"):
+        StagingFolder(tmp_path / "out", "same", FILES)
+    (tmp_path / ".out.part").unlink()
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part" / "journal").symlink_to(precious / "thesis.tex")
+    with pytest.raises(AtlasError, match="is in the way"):
+        StagingFolder(tmp_path / "out", "same", FILES)
+    assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
+    assert (precious / "thesis.tex").read_text() == "years"
+
+
+def test_a_folder_of_the_user_with_the_name_of_ours_stays(tmp_path: Path):
+    for name in (".out.part", ".out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("years")
+    with pytest.raises(AtlasError, match=r"\.out\.part: is in the way"):
+        StagingFolder(tmp_path / "out", "same", FILES)
+    with pytest.raises(AtlasError, match=r"\.out\.part: is in the way"):
+        check_target(tmp_path / "out", force=True)
+    shutil.rmtree(tmp_path / ".out.part")
+    (tmp_path / "out").mkdir()
+    StagingFolder(tmp_path / "out", "same", FILES).finish()
+    assert (tmp_path / ".out.old" / "thesis.tex").read_text() == "years"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.old"}
+
+
+def test_garbage_in_the_journal_starts_anew(tmp_path: Path):
+    for garbage in (b"\xff\xfe", b"1 2 3\n", b"x y\n", b"9" * 5000 + b" 1\n"):
+        StagingFolder(tmp_path / "out", "same", FILES).close()
+        with (tmp_path / ".out.part" / "journal").open("ab") as journal:
+            journal.write(garbage + b"\n")
+        again = StagingFolder(tmp_path / "out", "same", FILES)
+        assert again.done == set()
+        again.abandon()
+
+
+def test_a_kill_between_two_renames_loses_neither_the_old_model_nor_the_new(tmp_path: Path):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "atlas_recipe.lock.yaml").write_text("old")
+    StagingFolder(target, "same", FILES).close()
+    target.rename(tmp_path / ".out.part" / "replaced")  # and here the process was killed
+    with pytest.raises(AtlasError, match="exists already"):
+        check_target(target, force=False)
+    assert (target / "atlas_recipe.lock.yaml").read_text() == "old"
+    staging = StagingFolder(target, "same", FILES)
+    staging.close()
+    target.rename(tmp_path / ".out.part" / "replaced")
+    staging.folder.rename(target)  # or here
+    check_target(tmp_path / "other", force=False)
+    with pytest.raises(AtlasError, match="exists already"):
+        check_target(target, force=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert [path.name for path in target.iterdir()] == ["w.safetensors"]
 
 
 # The disk -------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from atlas_cli.recipes.learning import (
 from atlas_cli.recipes.merge import LearnedRecipe, read_merge
 from atlas_cli.recipes.model import read_recipe
 from atlas_cli.recipes.schema import json_schema, key_table
+from atlas_cli.recipes.text import parse_mapping
 from atlas_cli.registry import MERGE_METHODS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -174,3 +175,51 @@ def test_a_merge_recipe_runs_on_tiny_models(
     result = call("merge", path, "-o", tmp_path / "merged", "--memory", "8GB")
     assert result.code == 0, result.err
     assert call("inspect", tmp_path / "merged").code == 0
+
+
+def _merge_keys() -> str:
+    """Half a kilobyte in which every line merges nine times the one before it."""
+    lines = ["k0: &a {x: 1}"]
+    for number in range(1, 12):
+        before, own = chr(96 + number), chr(97 + number)
+        lines.append(f"k{number}: &{own} {{<<: [{', '.join([f'*{before}'] * 9)}]}}")
+    return "\n".join([*lines, f"<<: *{own}"])
+
+
+def test_a_text_that_would_become_too_much_is_refused_before_it_does():
+    for text, problem in {
+        _merge_keys(): "too many nodes",
+        f"models: [{', '.join(['1'] * 700_000)}]": "too many nodes",
+        f"models: {'[' * 5000}": "nodes within nodes too deep",
+        "models: &a [*a]": "is within what it stands for",
+    }.items():
+        with pytest.raises(UsageError, match=f"not valid YAML on line \\d+: .*{problem}"):
+            parse_mapping(text, "recipe")
+
+
+ODD = (
+    *("9" * 5000, "2024-99-99", "!!int abc", "!!float x", "2024-01-01T99:99:99"),
+    *("!!timestamp x", "!!bool x", "!!int ''"),
+)
+
+
+def test_scalars_that_are_none_are_one_line():
+    for scalar in ODD:
+        with pytest.raises(
+            UsageError, match=r"not valid YAML on line 1: '.{0,43}' is no"
+        ) as problem:
+            parse_mapping(f"seed: {scalar}", "recipe")
+        assert len(str(problem.value)) < 200
+
+
+@pytest.mark.parametrize("weight", ["1e308", f"1{'0' * 400}", "1e400", ".nan"])
+def test_weights_beyond_all_measure_are_one_line(call, tmp_path: Path, weight: str):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "merge_method: linear\nmodels: [{model: builtin:tiny}, {model: builtin:tiny}]\n"
+        f"parameters: {{weight: {weight}}}\n"
+    )
+    result = call("merge", recipe, "-o", tmp_path / "out")
+    assert result.code in (1, 2)
+    assert all(line.startswith("atlas: error: ") for line in result.error_lines), result.err
+    assert not (tmp_path / "out").exists()
