@@ -122,10 +122,7 @@ BROKEN = {
         f"merge_method: linear\n{TWO}\nseed: one",
         ["recipe.seed: expected int, found str"],
     ),
-    "alias bomb": (
-        BOMB,
-        [*(f"unknown key 'a{n}'" for n in range(12)), "missing", "expected either"],
-    ),
+    "alias bomb": (BOMB, ["not valid YAML on line 6: too many nodes"]),
     "key twice": (
         f"merge_method: linear\nmerge_method: ties\n{TWO}",
         ["'merge_method' is given twice"],
