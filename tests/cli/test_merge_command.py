@@ -159,7 +159,7 @@ def test_a_run_is_merged_by_its_folder(merge, call, recipe: Path, tmp_path: Path
         assert (refused.code, said in refused.err) == (2, True), refused.err
         made.unlink() if made.suffix else made.rmdir()
     (run / "recipe.yaml").write_bytes(recipe.read_bytes())
-    assert call("merge", "run", "-o", "out").out == "out\n"
+    assert call("merge", "run", "-o", "out", *ROOMY).out == "out\n"
     assert merge("-o", "again").code == 0
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
 
