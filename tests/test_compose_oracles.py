@@ -15,11 +15,11 @@ from conftest import HALF
 from extracting import run
 from makers import rewrite_header
 
-from atlas_cli.core.compose import Composition, compose
+from atlas_cli.core.compose import Composition, compose, stack_blocks
 from atlas_cli.core.granularity import by_block
 from atlas_cli.core.losses import entropy, logits_of
 from atlas_cli.core.optimizers import CoefficientOptimizer
-from atlas_cli.core.stacks import FactorStack, stack_blocks
+from atlas_cli.core.stacks import FactorStack
 from atlas_cli.core.storage import Dense
 from atlas_cli.learning.batches import StatelessData
 from atlas_cli.learning.loop import descend

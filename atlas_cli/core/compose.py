@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from atlas_cli.core.granularity import Layout, Placement, Scattered, Segments
-from atlas_cli.core.stacks import FactorStack, Stack, add, dot, scatter_add, scattered_dot, widest
+from atlas_cli.core.stacks import (
+    DenseStack,
+    FactorStack,
+    MappedStack,
+    QuantisedStack,
+    Stack,
+    add,
+    dot,
+    scatter_add,
+    scattered_dot,
+)
+from atlas_cli.core.storage import Block, Dense, Factors, Quantised, widest
 
 Tensors = Mapping[str, torch.Tensor]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
@@ -123,3 +134,56 @@ def _dots(
 def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
     assert isinstance(placement, Segments)
     yield from zip(placement.bounds, placement.bounds[1:], placement.columns, strict=False)
+
+
+# Stacking -------------------------------------------------------------------------------------
+
+
+def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
+    """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
+    apart = {i: block for i, block in blocks.items() if not isinstance(block, Factors)}
+    kept = tuple(block for block in apart.values() if not isinstance(block, Factors))
+    rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
+    return (MappedStack(tuple(apart), kept), *rest) if apart else rest
+
+
+def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
+    """The blocks of one name in several vectors, those of one storage together.
+
+    Keys are the rows of the coefficient table. A vector without the block is simply absent.
+    """
+    kinds: dict[Any, dict[int, Block]] = {}
+    for vector, block in blocks.items():
+        kinds.setdefault(_kind(block), {})[vector] = block
+    return tuple(stack for alike in kinds.values() for stack in _stack_alike(alike))
+
+
+def _kind(block: Block) -> Any:
+    match block:
+        case Dense(values):
+            return values.dtype
+        case Quantised():
+            return Quantised
+        case Factors(_, parts):
+            return tuple((part.start, len(part.up)) for part in parts)
+
+
+def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
+    members, found = tuple(blocks), list(blocks.values())
+    first = found[0]
+    if isinstance(first, Dense):
+        dense = [block.values.flatten() for block in found if isinstance(block, Dense)]
+        yield DenseStack(members, torch.stack(dense))
+    elif isinstance(first, Quantised):
+        eight = [block for block in found if isinstance(block, Quantised)]
+        rows = len(first.scales)
+        codes = torch.stack([block.values.reshape(rows, -1) for block in eight])
+        yield QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
+    else:
+        factors = [block for block in found if isinstance(block, Factors)]
+        for number, part in enumerate(first.parts):
+            ups = [block.parts[number].up for block in factors]
+            downs = [block.parts[number].down for block in factors]
+            owner = [i for i, up in enumerate(ups) for _ in range(up.shape[1])]
+            owners = torch.tensor(owner, device=part.up.device)
+            yield FactorStack(members, part.start, torch.cat(ups, 1), torch.cat(downs), owners)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from atlas_cli.core.granularity import Scattered, indices
-from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.core.storage import Dense, Quantised, widest
 from atlas_cli.native import kernels
 
 _SUMMED = 1 << 15  # elements whose products are summed in float32: more would cost digits
@@ -53,56 +53,6 @@ class MappedStack:
 
 
 Stack = DenseStack | QuantisedStack | FactorStack | MappedStack
-
-
-def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
-    """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
-    apart = {i: block for i, block in blocks.items() if not isinstance(block, Factors)}
-    kept = tuple(block for block in apart.values() if not isinstance(block, Factors))
-    rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
-    return (MappedStack(tuple(apart), kept), *rest) if apart else rest
-
-
-def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
-    """The blocks of one name in several vectors, those of one storage together.
-
-    Keys are the rows of the coefficient table. A vector without the block is simply absent.
-    """
-    kinds: dict[Any, dict[int, Block]] = {}
-    for vector, block in blocks.items():
-        kinds.setdefault(_kind(block), {})[vector] = block
-    return tuple(stack for alike in kinds.values() for stack in _stack_alike(alike))
-
-
-def _kind(block: Block) -> Any:
-    match block:
-        case Dense(values):
-            return values.dtype
-        case Quantised():
-            return Quantised
-        case Factors(_, parts):
-            return tuple((part.start, len(part.up)) for part in parts)
-
-
-def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
-    members, found = tuple(blocks), list(blocks.values())
-    first = found[0]
-    if isinstance(first, Dense):
-        dense = [block.values.flatten() for block in found if isinstance(block, Dense)]
-        yield DenseStack(members, torch.stack(dense))
-    elif isinstance(first, Quantised):
-        eight = [block for block in found if isinstance(block, Quantised)]
-        rows = len(first.scales)
-        codes = torch.stack([block.values.reshape(rows, -1) for block in eight])
-        yield QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
-    else:
-        factors = [block for block in found if isinstance(block, Factors)]
-        for number, part in enumerate(first.parts):
-            ups = [block.parts[number].up for block in factors]
-            downs = [block.parts[number].down for block in factors]
-            owner = [i for i, up in enumerate(ups) for _ in range(up.shape[1])]
-            owners = torch.tensor(owner, device=part.up.device)
-            yield FactorStack(members, part.start, torch.cat(ups, 1), torch.cat(downs), owners)
 
 
 # One stack, a contiguous range of elements, one weight per vector ------------------------------
@@ -184,7 +134,7 @@ def _as_stored(stack: DenseStack | QuantisedStack | MappedStack, span: Range) ->
 def _kinds_of(blocks: Sequence[Dense | Quantised], span: Range) -> Iterator[_StoredStack]:
     kinds: dict[Any, list[int]] = {}
     for place, block in enumerate(blocks):
-        kinds.setdefault(_kind(block), []).append(place)
+        kinds.setdefault((type(block), block.values.dtype), []).append(place)
     for places in kinds.values():
         eight = [b for place in places if isinstance(b := blocks[place], Quantised)]
         if eight:
@@ -261,11 +211,6 @@ def _slice(block: Dense | Quantised, start: int, stop: int) -> torch.Tensor:
     rows = slice(start // columns, -(-stop // columns))
     values = codes[rows].float() * block.scales[rows, None]
     return values.flatten()[start - rows.start * columns : stop - rows.start * columns]
-
-
-def widest(values: torch.Tensor) -> torch.dtype:
-    """float64, or float32 where a device has nothing wider."""
-    return torch.float32 if values.device.type == "mps" else torch.float64
 
 
 def _factor_rows(stack: FactorStack, span: Range) -> tuple[Range, int, slice]:

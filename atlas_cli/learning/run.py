@@ -363,7 +363,7 @@ def _finished(
     stopped: bool,
 ) -> LearningResult:
     """The result, also in the folder: there with every class, if there are labels and time."""
-    from atlas_cli.learning.baselines import by_class
+    from atlas_cli.learning.batches import by_class
 
     recorded = {
         "unit": UNIT,

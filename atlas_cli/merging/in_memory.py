@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.compose import Composition, compose_block
+from atlas_cli.core.compose import Composition, compose_block, map_blocks
 from atlas_cli.core.granularity import Layout, choose_layout
-from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.merging.plan import open_layout

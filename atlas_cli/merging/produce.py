@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from atlas_cli.core.compose import Composition, compose_block
+from atlas_cli.core.compose import Composition, compose_block, map_blocks
 from atlas_cli.core.granularity import Layout, choose_layout
-from atlas_cli.core.stacks import map_blocks
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
 from atlas_cli.io.tensors import LazyTensor

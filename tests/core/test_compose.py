@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from atlas_cli.core import granularity
-from atlas_cli.core.compose import Composition, coefficient_gradient, compose, compose_block
+from atlas_cli.core.compose import (
+    Composition,
+    coefficient_gradient,
+    compose,
+    compose_block,
+    map_blocks,
+    stack_blocks,
+)
 from atlas_cli.core.granularity import Layout, Scattered, Shapes, indices
-from atlas_cli.core.stacks import FactorStack, MappedStack, map_blocks, stack_blocks
+from atlas_cli.core.stacks import FactorStack, MappedStack
 from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, decode, factorise, quantise
 
 SHAPES: Shapes = {

@@ -14,10 +14,9 @@ import torch
 from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
-from atlas_cli.core.compose import Composition
+from atlas_cli.core.compose import Composition, stack_blocks
 from atlas_cli.core.granularity import by_block
 from atlas_cli.core.optimizers import OptimizerConfig
-from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import Sample, open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of

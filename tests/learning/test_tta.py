@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
-from atlas_cli.core.compose import Composition, compose
+from atlas_cli.core.compose import Composition, compose, stack_blocks
 from atlas_cli.core.granularity import by_block
 from atlas_cli.core.losses import logits_of, sharpen
 from atlas_cli.core.optimizers import RADIUS, OptimizerConfig
-from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of

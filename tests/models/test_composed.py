@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from conftest import HALF, TINY_CONFIG
 from torch.func import functional_call
 
-from atlas_cli.core.compose import Composition, compose
+from atlas_cli.core.compose import Composition, compose, stack_blocks
 from atlas_cli.core.granularity import by_block, by_vector
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
-from atlas_cli.core.stacks import stack_blocks
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
 from atlas_cli.learning.batches import StatelessData, generator_of
