@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import (
@@ -30,8 +33,9 @@ from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from atlas_cli.datasets.dataset import Dataset
-    from atlas_cli.learning.evaluate import Evaluation
+    from atlas_cli.learning.evaluate import Evaluation, ModelScore
     from atlas_cli.recipes.learning import EvalRecipe
+    from atlas_cli.reports.tables import Captioned
 
 
 def plan_eval(
@@ -66,14 +70,12 @@ def note_ignored(datasets: Sequence[Dataset]) -> None:
 def show(results: Sequence[Evaluation], plan: EvalRecipe, device: str, as_json: bool) -> None:
     """Print the scores: JSON, a table on a terminal, CSV in a pipe."""
 
-    from atlas_cli.reports import scores
-
     if as_json:
-        console.emit(scores.score_facts(results, plan.seed, device), as_json=True)
+        console.emit(_facts(results, plan.seed, device), as_json=True)
     elif console.is_terminal():
-        console.emit_table(*scores.score_table(results))
+        console.emit_table(*_table(results))
     else:
-        console.emit_rows(scores.SCORE_COLUMNS, scores.score_rows(results))
+        console.emit_rows(_COLUMNS, _rows(results))
 
 
 def write_predictions(
@@ -82,10 +84,9 @@ def write_predictions(
     """One JSON object per line and image, to a file or, for -, to stdout."""
 
     from atlas_cli.io.files import write_text
-    from atlas_cli.reports import scores
 
     classes = {dataset.name: dataset.classes for dataset in datasets}
-    text = "".join(scores.prediction_lines(results, classes))
+    text = "".join(_prediction_lines(results, classes))
     if str(path) == "-":
         console.write(text)
     else:
@@ -163,3 +164,102 @@ def evaluate(
         write_predictions(predictions, results, datasets)
     if str(predictions) != "-":
         show(results, plan, device, as_json)
+
+
+# Scores --------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    *("model", "data", "split", "images", "skipped", "top1", "low", "high", "top5"),
+    *("mean_class", "delta", "p_value"),
+)
+
+
+def _facts(results: Sequence[Evaluation], seed: int, device: str) -> dict[str, Any]:
+    """Every score, and where every model comes from; for --json."""
+    from atlas_cli.recipes.text import UNIT  # it imports yaml, which help does not need
+
+    models = {result.score.model: result.provenance for result in results}
+    return {
+        "atlas": __version__,
+        "seed": seed,
+        "device": device,
+        "unit": UNIT,
+        "models": list(models.values()),
+        "results": [dataclasses.asdict(result.score) for result in results],
+    }
+
+
+def _rows(results: Sequence[Evaluation]) -> list[list[str]]:
+    """A row for each model on each dataset; accuracies in percent."""
+    return [_row(result.score) for result in results]
+
+
+def _row(score: ModelScore) -> list[str]:
+    return [
+        *(score.model, score.data, score.split, str(score.images), str(score.skipped)),
+        *(_percent(score.top1), _percent(score.low), _percent(score.high), _percent(score.top5)),
+        *(_percent(score.mean_class), _percent(score.delta, sign=True)),
+        "" if score.p_value is None else f"{score.p_value:.3g}",
+    ]
+
+
+def _table(results: Sequence[Evaluation]) -> Captioned:
+    """The same rows, shorter, for a terminal."""
+    scores = [result.score for result in results]
+    return [_cells(score) for score in scores], _caption(scores)
+
+
+def _cells(score: ModelScore) -> dict[str, str]:
+    return {
+        "model": score.model,
+        "data": score.data.removeprefix("builtin:"),
+        "images": str(score.images),
+        "skipped": str(score.skipped or ""),
+        "top-1": _percent(score.top1),
+        "95 %": f"{score.low:.1f}-{score.high:.1f}",
+        "top-5": _percent(score.top5),
+        "by class": _percent(score.mean_class),
+        "vs first": _percent(score.delta, sign=True),
+        "p": "" if score.p_value is None else f"{score.p_value:.2g}",
+    }
+
+
+def _caption(scores: Sequence[ModelScore]) -> str:
+    """The splits, and the mean top-1 of each model if there are several datasets."""
+    import statistics
+
+    models = dict.fromkeys(score.model for score in scores)
+    means = {
+        model: statistics.mean(score.top1 for score in scores if score.model == model)
+        for model in models
+    }
+    caption = f"split: {', '.join(dict.fromkeys(score.split for score in scores))}"
+    if len(scores) > len(models):
+        listed = ", ".join(f"{model} {mean:.2f}" for model, mean in means.items())
+        caption += f"; mean top-1: {listed}"
+    return caption
+
+
+def _percent(value: float | None, *, sign: bool = False) -> str:
+    """Percent with two decimals; nothing for None."""
+    return "" if value is None else f"{value:+.2f}" if sign else f"{value:.2f}"
+
+
+def _prediction_lines(
+    results: Sequence[Evaluation], classes: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """One JSON object per line and image. `classes` are the names of each dataset's classes."""
+    for result in results:
+        names = classes[result.score.data]
+        for prediction in result.predictions:
+            row = {
+                "model": result.score.model,
+                "data": result.score.data,
+                "image": prediction.key,
+                "label": names[prediction.label],
+                "prediction": names[prediction.ranked[0]],
+                "correct": prediction.correct,
+                "probability": round(prediction.probability, 4),
+                "top5": [names[index] for index in prediction.ranked],
+            }
+            yield json.dumps(row, ensure_ascii=False) + "\n"
