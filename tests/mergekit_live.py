@@ -31,7 +31,7 @@ def run(path: Path) -> None:
         run_merge(MergeConfiguration.model_validate(documents[0]), target, options)
         return
     between = str(path.with_suffix(".between"))
-    os.makedirs(between, exist_ok=True)
+    path.with_suffix(".between").mkdir(parents=True, exist_ok=True)
     configs, needed = load_config(text, between)
     tasks = make_tasks(configs, needed, options, between, target, True)
     Executor(tasks, math_device="cpu", storage_device="cpu").execute()

@@ -85,7 +85,7 @@ def test_the_tokenizer_of_a_model_brings_its_files_and_its_ids(merge, tmp_path: 
     assert "./m1/tokenizer.json:" in lock
     write_tokenizer(tmp_path / "m1", [END, START], size=20)
     (tmp_path / "lock.yaml").write_text(lock)
-    with pytest.raises(AssertionError, match="tokenizer.json is not what the recipe was locked"):
+    with pytest.raises(AssertionError, match=r"tokenizer.json is not what the recipe was locked"):
         merge(json.loads(json.dumps(_mapping(lock))), to="again")
 
 
