@@ -187,6 +187,7 @@ def list_commands() -> typer.Typer:
     from atlas_cli.cli.demo import demo
     from atlas_cli.cli.draw import draw
     from atlas_cli.cli.eval import evaluate
+    from atlas_cli.cli.export import export
     from atlas_cli.cli.extract import extract
     from atlas_cli.cli.finetune import finetune
     from atlas_cli.cli.fit import fit
@@ -208,7 +209,7 @@ def list_commands() -> typer.Typer:
     )
     app.callback()(atlas)
     commands = (demo, evaluate, data, draw, finetune, extract, fit, negate, add, tta)
-    for command in (*commands, inspect, merge, report):
+    for command in (*commands, inspect, merge, export, report):
         name = "eval" if command is evaluate else command.__name__
         app.command(name, cls=Command)(command)
     return app

@@ -26,12 +26,16 @@ AllowTarget = Annotated[
 ]
 
 
+Preset = Annotated[
+    str | None,
+    typer.Option("--preset", metavar="NAME", help="paper (default), fast, or best: folds decide."),
+]
 Adapter = Annotated[
     str | None,
     typer.Option(
         "--adapter",
         metavar="NAME",
-        help="A head on top: tip, tip-f, lpp, probe or prolip; without vectors on the base.",
+        help="A head on top: tip, tip-f, lpp, probe, prolip or auto; without vectors on the base.",
     ),
 ]
 AdapterStage = Annotated[
@@ -44,6 +48,7 @@ AdapterStage = Annotated[
 def fit(
     data: Data,
     allow_target: AllowTarget = False,
+    preset: Preset = None,
     adapter: Adapter = None,
     adapter_stage: AdapterStage = None,
     *,
@@ -63,7 +68,12 @@ def fit(
     from atlas_cli.learning.fit import fit as run
     from atlas_cli.recipes.learning import FitRecipe
 
-    own = {"allow_target": allow_target, "adapter": adapter, "adapter_stage": adapter_stage}
+    own = {
+        "allow_target": allow_target,
+        "preset": preset,
+        "adapter": adapter,
+        "adapter_stage": adapter_stage,
+    }
     needed = () if adapter else ("vectors",)
     recipe = given_recipe(FitRecipe, data, {**flags, **given_flags(own)}, needed)
     run_learning(partial(run, recipe, options), output)

@@ -37,6 +37,8 @@ PANELS: dict[str, tuple[str, ...]] = {
             "tune",
             "lora",
             "adapter",
+            "preset",
+            "adapter_stage",
         ),
         *("epochs", "steps", "lr", "batch_size", "augment", "seed"),
     ),
@@ -45,6 +47,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("rank", "energy", "dry_run", "compare", "disentanglement", "push", "evaluation", "log"),
         *(
             "blocks",
+            "classifier",
+            "formats",
             "keep_files",
             "resume",
             "force",

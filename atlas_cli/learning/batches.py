@@ -197,8 +197,11 @@ def score(
     model: FunctionalModel, pixels: Pixels, indices: Sequence[int], head: Classifier
 ) -> TaskScore:
     """Classify images as evaluation does, with the weights that the model has loaded."""
-    logits = predict(model, pixels, indices, head)
-    labels = pixels.labels[list(indices)]
+    return score_of(predict(model, pixels, indices, head), pixels.labels[list(indices)])
+
+
+def score_of(logits: torch.Tensor, labels: torch.Tensor) -> TaskScore:
+    """How well logits classify images."""
     finite = bool(logits.isfinite().all())
     loss = F.cross_entropy(logits.double(), labels).item() if finite else math.inf
     return TaskScore(hits(logits, labels).sum().item() / len(labels), -loss)

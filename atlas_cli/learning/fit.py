@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.dataset import Dataset, open_dataset
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.learning import FitRecipe
     from atlas_cli.recipes.merge import LearnedRecipe
 
+_FOLDS = 3  # of cross-validation that chooses a head
 _SCORED = {
     "last": "on the images it learned from",
     "holdout": "on images held out",
@@ -74,19 +76,25 @@ class Fitting(LearningVerb):
     def objective(self, setup: Setup) -> tuple[LabelledObjective, Policy]:
         """Cross-entropy on the images of one task."""
         from atlas_cli.learning.batches import LabelledObjective, TaskData
-        from atlas_cli.learning.heads import attach, check_adapter, headed
-        from atlas_cli.learning.selection import policy_for
+        from atlas_cli.learning.heads import JOINT, AutoObjective, attach, check_adapter, headed
+        from atlas_cli.learning.selection import policy_for, validated
         from atlas_cli.learning.setup import training_of
 
         recipe, start = self.recipe, setup.table()
         head: Classifier = setup.heads[0]
-        policy = policy_for(recipe.select, setup.tasks, recipe.seed)
-        if recipe.adapter != "none":
+        auto = recipe.adapter == "auto"
+        policy = (
+            validated(setup.tasks, recipe.seed, _FOLDS)
+            if auto
+            else policy_for(recipe.select, setup.tasks, recipe.seed)
+        )
+        if recipe.adapter not in ("none", "auto"):
             check_adapter(setup, recipe.adapter)
         if self._joint:
-            start = attach(setup, recipe.adapter, recipe.lr)
+            start = attach(setup, JOINT if auto else recipe.adapter, recipe.lr)
             head = headed(setup).logits
-        objective = LabelledObjective(
+        kind = partial(AutoObjective, setup=setup) if auto else LabelledObjective
+        objective = kind(
             setup.model,
             (TaskData(setup.tasks[0], head),),
             training_of(recipe),
@@ -111,8 +119,10 @@ class Fitting(LearningVerb):
         """The selection with its head."""
         if self.recipe.adapter == "none":
             return selection
-        from atlas_cli.learning.heads import completed
+        from atlas_cli.learning.heads import completed, decided
 
+        if self.recipe.adapter == "auto":
+            return decided(ready.setup, selection)
         return completed(ready.setup, selection, self.recipe.adapter, self.recipe.adapter_stage)
 
     def learned(
@@ -128,11 +138,14 @@ class Fitting(LearningVerb):
         """The accuracy before and after."""
         select, method = self.recipe.select, self._method
         if selection.before is None or selection.after is None:  # folds score coefficients alone
-            return Report(f"{source_of(ready)}", (f"{method} is fitted",), {"adapter": method})
+            known = {"adapter": self.recipe.adapter, "choice": selection.choice}
+            return Report(source_of(ready), (f"{method}: no images to score it on",), known)
         before, after = (
             as_percent(score.values["accuracy"]) for score in (selection.before, selection.after)
         )
         after_all = self.recipe.adapter != "none" and not self._joint
+        if selection.choice:
+            select, method = "kfold", f"{method} ({selection.choice})"
         scored = _SCORED["last"] if after_all else _SCORED.get(select, f"on {select[4:]}")
         note = f"zero-shot {before:.2f} -> {method} {after:.2f} {scored}"
         if not selection.improved:
@@ -143,6 +156,8 @@ class Fitting(LearningVerb):
         facts: dict[str, object] = {"zero_shot": before, "learned": after}
         if self.recipe.adapter != "none":
             facts["adapter"] = self.recipe.adapter
+        if selection.choice:
+            facts |= {"choice": selection.choice, "folds": _fold_scores(selection)}
         return Report(comment, (note,), facts)
 
     @property
@@ -154,6 +169,12 @@ class Fitting(LearningVerb):
         if not recipe.vectors:
             return recipe.adapter
         return f"{recipe.method} {'with' if self._joint else 'and then'} {recipe.adapter}"
+
+
+def _fold_scores(selection: Selection) -> dict[str, float]:
+    """How well every candidate did on the folds: accuracies in percent, and losses."""
+    found = selection.scores[-1].values
+    return {k: v if k.endswith(" loss") else as_percent(v) for k, v in found.items()}
 
 
 def recognise(scores: Sequence[TaskScore], references: Sequence[TaskScore]) -> Score:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from atlas_cli.core.adapters import Head, Shots, check_count
+from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.learning.batches import TaskScore, features_of, score
+from atlas_cli.learning.batches import (
+    LabelledObjective,
+    TaskScore,
+    features_of,
+    score,
+    score_of,
+)
 from atlas_cli.learning.run_folder import RunFolder
-from atlas_cli.learning.selection import Score, Selection
+from atlas_cli.learning.selection import Fold, Score, Selection
 from atlas_cli.learning.setup import Setup, layout_of, placed_labels
 from atlas_cli.learning.tuned_vector import write_tuned
 from atlas_cli.models.headed import HeadedModel, features_for, projection_name
@@ -23,6 +31,7 @@ from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
 from atlas_cli.sources.locate import sha256_of
 
+_CLEARLY = 1.0  # standard errors
 FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run
 
 
@@ -91,6 +100,101 @@ def completed(setup: Setup, selection: Selection, name: str, stage: str) -> Sele
     reached = head_score(setup, table, head, setup.tasks[0], everything)
     after = Score((reached.accuracy, reached.gain), {"accuracy": reached.accuracy})
     return replace(selection, head=head, after=after)
+
+
+# Which head, decided by cross-validation on the shots ------------------------------------------
+
+JOINT = "probe"  # what `auto` trains with the coefficients
+KEPT, PLAIN = "joint", "text"  # candidates beside refitted heads: that head, and the zero-shot head
+_REFITTED = ("probe", "lpp", "tip-f")
+Candidate = tuple[bool, str]  # with coefficients or on the base, and the head
+
+
+def candidates() -> list[Candidate]:
+    """What cross-validation chooses from; the first is taken unless another is better."""
+    composed = [(True, name) for name in (KEPT, *_REFITTED, PLAIN)]
+    return [*composed, *((False, name) for name in (*_REFITTED, PLAIN))]
+
+
+def label_of(candidate: Candidate) -> str:
+    """The name of a candidate in results."""
+    return f"{'composed' if candidate[0] else 'base'} {candidate[1]}"
+
+
+@dataclass(frozen=True)
+class AutoObjective(LabelledObjective):
+    """Trains coefficients with a linear head; folds score that and every other candidate."""
+
+    setup: Setup | None = None
+
+    def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
+        """The accuracy of all candidates on images held out; at zero, of zero-shot alone."""
+        found = super().judge(fold, coefficients)
+        if not coefficients.any():
+            return found
+        assert self.setup is not None
+        assert fold.scored_on is not None
+        scores = candidate_scores(self.setup, coefficients, fold.train[0], fold.scored_on[0])
+        values = {f"{label_of(one)}": score.accuracy for one, score in scores.items()}
+        losses = {f"{label_of(one)} loss": -score.gain for one, score in scores.items()}
+        return replace(found, values={**found.values, **values, **losses})
+
+
+def candidate_scores(
+    setup: Setup, values: torch.Tensor, train: Sequence[int], held: Sequence[int]
+) -> dict[Candidate, TaskScore]:
+    """Every candidate, fitted to some images and scored on others."""
+    model, pixels, text = headed(setup), setup.tasks[0], setup.heads[0]
+    assert isinstance(text, torch.Tensor)
+    table, joint = model.parts(values)
+    labels = pixels.labels[list(held)]
+    found = {}
+    for composed in (True, False):
+        model.load(table if composed else torch.zeros_like(table))
+        shots = shots_of(setup, JOINT, train)
+        features = features_of(model, pixels, held)
+        for one, name in candidates():
+            if one == composed:
+                head = _candidate_head(name, joint, shots)
+                found[one, name] = score_of(logits_of(features, head).cpu(), labels)
+    model.load(values)
+    return found
+
+
+def _candidate_head(name: str, joint: Head, shots: Shots) -> Classifier:
+    if name == KEPT:
+        return joint
+    return shots.text if name == PLAIN else Head(name, ADAPTERS[name].train(shots), shots.text)
+
+
+def chosen(scores: Mapping[str, float], images: int) -> Candidate:
+    """The candidate that the folds speak for: the first, unless another is clearly better."""
+    first, *others = candidates()
+    best = max(others, key=lambda one: (scores[label_of(one)], -scores[f"{label_of(one)} loss"]))
+    ours, theirs = scores[label_of(first)], scores[label_of(best)]
+    doubt = math.sqrt(max(theirs * (1 - theirs), 1 / images) / images)
+    return best if theirs > ours + _CLEARLY * doubt else first
+
+
+def decided(setup: Setup, selection: Selection) -> Selection:
+    """The selection of `auto`: coefficients and head as the folds decided, on all shots."""
+    model = headed(setup)
+    table, joint = model.parts(selection.coefficients)
+    model.detach()
+    scores = selection.scores[-1].values if len(selection.scores) > 1 else {}
+    pick = candidates()[0]
+    if scores:
+        pick = chosen(scores, len(setup.tasks[0].dataset.samples))
+    if not pick[0]:
+        table = torch.zeros_like(table)
+    head = joint if pick[1] == KEPT else None
+    if pick[1] not in (KEPT, PLAIN):
+        head = trained_head(setup, table, pick[1])
+    choice = label_of(pick)
+    after = Score((scores[choice],), {"accuracy": scores[choice]}) if scores else None
+    before = selection.before if scores else None
+    found = replace(selection, before=before, after=after)
+    return replace(found, coefficients=table, head=head, choice=choice)
 
 
 # Keeping a head -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,6 +140,39 @@ class KFold(Policy):
         return False
 
 
+@dataclass(frozen=True)
+class Validated(Policy):
+    """Score what a training pass comes to on folds, then train on everything as long."""
+
+    validation: tuple[Fold, ...]
+    final: Fold
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        return (*self.validation, self.final)
+
+    def keeps(self, found: Score, before: Sequence[Score]) -> bool:
+        """Never: the folds only tell how well it goes."""
+        return False
+
+    @property
+    def backtracks(self) -> bool:
+        return False
+
+
+def validated(tasks: Sequence[Pixels], seed: int, most: int) -> Validated:
+    """Folds, up to so many, that are scored at their end; none if a class has one image."""
+    everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
+    classes = [_by_class(pixels, seed) for pixels in tasks]
+    folds = min(most, min(len(some) for each in classes for some in each))
+    found = []
+    for fold in range(folds if folds > 1 else 0):
+        held = [[i for some in each for i in some[fold::folds]] for each in classes]
+        one = _held_fold(f"fold {fold + 1}", everything, held)
+        found.append(replace(one, scoring=Scoring.AT_END))
+    return Validated(tuple(found), Fold("all", everything, None, Scoring.NEVER))
+
+
 def policy_for(select: str, tasks: Sequence[Pixels], seed: int) -> Policy:
     """The policy that `--select` names. Raises DataError if there are too few images for it."""
     everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
@@ -222,7 +255,7 @@ class Selection:
     """The coefficients that are kept, and the scores of zero-shot and of them, if anything scored.
 
     `scores` are those of all candidates, zero-shot first; a search keeps none of them. `head` is
-    what was learned on top of the features, if anything was.
+    what was learned on top of the features, if anything was, and `choice` what folds decided.
     """
 
     coefficients: torch.Tensor
@@ -230,6 +263,7 @@ class Selection:
     after: Score | None
     scores: tuple[Score, ...] = ()
     head: Head | None = None
+    choice: str | None = None
 
     @property
     def improved(self) -> bool:

@@ -55,6 +55,20 @@ ADAMERGING: Mapping[str, Any] = {
 }
 
 
+# What `fit` does where a recipe does not say; see benchmarks/RESULTS.md for what decided it.
+_FAST: Mapping[str, Any] = {
+    "adapter": "probe",
+    "batch_size": 16,
+    "epochs": 6,
+    "augment": "slight",
+}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {},
+    "fast": _FAST,
+    "best": {**_FAST, "adapter": "auto"},
+}
+
+
 _VECTORS = about("Task-vector files, or folders of them, all taken from this base.")
 _METHOD = about(
     "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
@@ -84,11 +98,11 @@ def objective_of(command: str) -> Check:
 
 
 def _adapters() -> list[str]:
-    return ["none", *ADAPTERS]
+    return ["none", "auto", *ADAPTERS]
 
 
 def _adapter_problem(word: str) -> str | None:
-    if word == "none" or word in ADAPTERS:
+    if word in ("none", "auto") or word in ADAPTERS:
         return None
     return f"expected {', '.join(_adapters())}, found {word!r}{nearest(word, _adapters())}"
 
@@ -124,7 +138,7 @@ class LearnRecipe(Recipe):
         *("vectors", "shots", "method", "select", "granularity", "schedule", "augment", "groups"),
         *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
         *("init", "clamp", "ties", "individual"),
-        *("adapter", "adapter_stage"),
+        *("preset", "adapter", "adapter_stage"),
         *("tune", "trusted_per_class", "power", "prior", "threshold"),
         *("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip", "weight_decay", "seed"),
     )
@@ -169,7 +183,9 @@ class LearnRecipe(Recipe):
     augment: Annotated[
         str,
         one_of("flip", "crop", "none"),
-        about("`flip` (random crops and mirror images), `crop` or `none`."),
+        about(
+            "`flip` (random crops and mirror images), `crop` or `none`; for `fit` also `slight`."
+        ),
     ] = "flip"
     linearised: Annotated[
         bool, about("Learn for the first-order expansion of the model at the base.")
@@ -204,12 +220,26 @@ class FitRecipe(LearnRecipe):
     vectors: Annotated[list[str], _VECTORS] = []
     data: Annotated[str, about("Labelled images to learn from: a data reference.")]
     allow_target: Annotated[bool, about("Take vectors that are named like the data, too.")] = False
+    augment: Annotated[
+        str,
+        one_of("flip", "crop", "slight", "none"),
+        about("`flip`, `crop`, `slight` (crops of nine tenths or more) or `none`."),
+    ] = "flip"
+    preset: Annotated[
+        str,
+        one_of(*PRESETS),
+        about(
+            "Values for keys that are not given: `paper` (coefficients alone, as the paper has "
+            "them), `fast` (60 steps of 16 images, with a linear head) or `best` (the same, and "
+            "folds decide which head)."
+        ),
+    ] = "paper"
     adapter: Annotated[
         str,
         Check(_adapter_problem, lambda: {"enum": [*_adapters()]}),
         about(
-            "A head on top of the features: `tip`, `tip-f`, `lpp`, `probe` or `prolip`; `none`. "
-            "Without `vectors` it is fitted to the features of the base."
+            "A head on top of the features: `tip`, `tip-f`, `lpp`, `probe` or `prolip`; `none`; "
+            "`auto`: folds of the shots decide. Without `vectors` it is fitted to the base."
         ),
     ] = "none"
     adapter_stage: Annotated[
@@ -223,8 +253,10 @@ class FitRecipe(LearnRecipe):
 
     @classmethod
     def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        preset = found.get("preset")
+        found = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **found}
         entry = ADAPTERS.get(name) if isinstance(name := found.get("adapter"), str) else None
-        if entry and entry.joint and found.get("vectors"):
+        if name == "auto" or (entry and entry.joint and found.get("vectors")):
             return {"adapter_stage": "joint", **found}
         return found
 
@@ -239,8 +271,10 @@ class FitRecipe(LearnRecipe):
             yield "adapter_stage", "there is no adapter, found 'joint'"
         if joint and entry and not entry.rates:
             yield "adapter_stage", f"{name} has nothing to train with coefficients, found 'joint'"
-        if joint and entry and not vectors:
-            yield "adapter_stage", "there are no vectors to train coefficients of, found 'joint'"
+        if joint and name != "none" and not vectors:
+            yield "vectors", f"{name} is trained with coefficients, and there are no vectors"
+        if name == "auto" and (select := found.get("select", "last")) != "last":
+            yield "select", f"auto selects by folds of its own, found {select!r}"
         if joint and found.get("penalty"):
             yield "penalty", f"is for coefficients alone, not joint, found {found['penalty']!r}"
         if joint and found.get("method") == "search":

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import atlas_cli
 from atlas_cli.errors import AtlasError, CheckpointError, DataError, MismatchError, UsageError
 from atlas_cli.learning.fit import Fitting
+from atlas_cli.learning.heads import candidates, chosen, label_of
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.models.heads import HEAD
 from atlas_cli.recipes.learning import FitRecipe
@@ -174,6 +175,53 @@ def test_zero_shot_is_scored_on_the_images_that_score_the_head(world, tmp_path):
     assert not set(fold.scored_on[0]) & set(fold.train[0])
 
 
+def test_folds_of_the_shots_decide_which_head_is_kept(world, tmp_path):
+    run = tmp_path / "run"
+    given = {**keys(world, preset="best"), "epochs": 1}
+    found = atlas_cli.fit(world / "photos", output=run, **given)
+    told = json.loads((run / "result.json").read_text())
+    names = [label_of(one) for one in candidates()]
+    assert told["folds"].keys() >= {*names, *(f"{name} loss" for name in names)}
+    shares = {k: v if k.endswith("loss") else v / 100 for k, v in told["folds"].items()}
+    assert told["choice"] == label_of(chosen(shares, 8))
+    assert told["learned"] == told["folds"][told["choice"]]
+    model = Path(str(merged(found, tmp_path / "model")))
+    composed, head = told["choice"].split()
+    assert (model / HEAD).exists() == (head != "text")
+    assert composed == "composed" or not any(
+        value for row in found.coefficients.values() for value in row.values()
+    )
+
+
+def test_the_joint_head_stays_unless_another_is_clearly_better_on_images_held_out():
+    names = [label_of(one) for one in candidates()]
+    level = dict.fromkeys(names, 0.5) | {f"{name} loss": 1.0 for name in names}
+    assert chosen(level, 100) == (True, "joint")
+    assert chosen({**level, "base lpp": 0.52}, 100) == (True, "joint")  # within what chance does
+    assert chosen({**level, "base lpp": 0.6}, 100) == (False, "lpp")
+    tied = {**level, "base lpp": 0.6, "composed tip-f": 0.6, "composed tip-f loss": 0.9}
+    assert chosen(tied, 100) == (True, "tip-f")
+
+
+def test_one_image_of_a_class_leaves_nothing_to_validate_on(world, tmp_path):
+    write_images(tmp_path / "single", ("cat", "dog"), 1)
+    given = {**keys(world, adapter="auto"), "epochs": 1}
+    found = atlas_cli.fit(tmp_path / "single", **given)
+    assert found.facts["choice"] == "composed joint"
+    assert found.recipe.head.adapter == "probe"
+
+
+def test_a_preset_fills_in_what_is_not_given(world):
+    def made(**more):
+        given = {"data": "d", "model": "m", "vectors": ["v"]}
+        return check_recipe(FitRecipe, {**given, **more})
+
+    assert (made().adapter, made().batch_size) == ("none", 128)
+    fast = made(preset="fast", batch_size=32)
+    assert (fast.adapter, fast.adapter_stage, fast.batch_size) == ("probe", "joint", 32)
+    assert (made(preset="best").adapter, made(preset="best").epochs) == ("auto", 6)
+
+
 def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
     write_images(tmp_path / "single", ("cat", "dog"), 1)
     photos, run = world / "photos", tmp_path / "run"
@@ -183,8 +231,15 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (photos, {"adapter": "tip", "adapter_stage": "joint"}, UsageError, "nothing to train"),
         (photos, {"adapter_stage": "joint"}, UsageError, "there is no adapter"),
         (photos, {"vectors": []}, UsageError, "names no task vector"),
-        (photos, {"adapter": "probe", "vectors": [], "adapter_stage": "joint"}, UsageError, "no v"),
+        (
+            photos,
+            {"adapter": "probe", "vectors": [], "adapter_stage": "joint"},
+            UsageError,
+            "no vectors",
+        ),
         (photos, {"adapter": "probe", "penalty": "l1:0.1"}, UsageError, "coefficients alone"),
+        (photos, {"adapter": "auto", "select": "kfold"}, UsageError, "folds of its own"),
+        (photos, {"preset": "fats"}, UsageError, "paper, fast or best, found 'fats'"),
         (photos, {"adapter": "prolip", "linearised": True}, UsageError, "first-order"),
     ]
     for data, more, kind, words in cases:

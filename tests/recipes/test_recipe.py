@@ -37,7 +37,7 @@ WRONG = {
     "shots": ("many", "expected a number of images, a fraction or all, found 'many'"),
     "select": ("best", "expected last, holdout, kfold or val:DATA, found 'best'"),
     "granularity": ("layer", "expected block, vector, qkv or partition:K, found 'layer'"),
-    "augment": ("mirror", "expected flip, crop or none, found 'mirror'"),
+    "augment": ("mirror", "expected flip, crop, slight or none, found 'mirror'"),
     "groups": (["("], "not a regular expression, found ['(']"),
     "penalty": ("l3:1", "expected l1:WEIGHT or l2:WEIGHT, found 'l3:1'"),
     "memory": ("lots", "expected a size such as 2GiB or 500MB, found 'lots'"),
