@@ -263,7 +263,7 @@ def extract(
     """
     from atlas_cli.vectors.targets import ExtractRequest, resolve
 
-    known = ExtractRequest.__dataclass_fields__.keys() - {"base", "finetuned", "path"}
+    known = ExtractRequest.__dataclass_fields__.keys() - {"base", "finetuned", "path", "lora"}
     if unknown := sorted(form.keys() - known):
         from atlas_cli.errors import nearest
 

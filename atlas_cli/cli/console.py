@@ -191,7 +191,7 @@ def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 @contextmanager
-def progress(label: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr; the function given moves it on. None without a terminal."""
     if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield lambda count: None

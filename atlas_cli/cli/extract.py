@@ -55,6 +55,53 @@ def run(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
         console.emit({"atlas": __version__, "vectors": results}, as_json=True)
 
 
+def run_adapters(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
+    """Write every adapter, and show each when it is complete."""
+
+    from pathlib import Path
+
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.vectors.targets import adapter_targets
+
+    request.check()
+    targets = adapter_targets(request)
+    base, *finetuned = [
+        locate(parse_reference(text)) for text in (request.base, *request.finetuned)
+    ]
+
+    from atlas_cli.vectors.adapter import AdapterForm, check_folder, extract_adapter
+    from atlas_cli.vectors.differences import Choice
+
+    if len(targets) > 1:
+        Path(request.path).mkdir(exist_ok=True)
+    for _, folder in targets:
+        check_folder(folder, force=request.force)
+    lora = request.lora or 0.0
+    rank, energy = (None, lora) if lora < 1 else (int(lora), request.energy)
+    form = AdapterForm(rank, energy, request.dtype)
+    choice = Choice("all", tuple(request.ignore), tuple(request.allow))
+    results = []
+    for target, source in zip(targets, finetuned, strict=True):
+        with console.progress("extracting", None, quiet=quiet) as advance:
+            made = extract_adapter(base, source, form, choice, target, advance, request.arch)
+        results.append(dataclasses.asdict(made))
+        if made.left_out:
+            listed = ", ".join(made.left_out[:3])
+            more = f" and {len(made.left_out) - 3} more" if len(made.left_out) > 3 else ""
+            console.warn(f"{made.name}: peft cannot adapt {listed}{more}; they stay the base's")
+        if not quiet:
+            console.note(
+                f"{made.name}: {made.modules} modules of rank {made.rank} or less, {made.saved} "
+                f"saved whole, {made.parameters:,} parameters, {made.bytes / 1e6:,.1f} MB, "
+                f"relative error {made.error:.2g}"
+            )
+        if not as_json:
+            console.emit(made)
+    if as_json:
+        console.emit({"atlas": __version__, "adapters": results}, as_json=True)
+
+
 def _in_words(result: Extracted) -> str:
     return (
         f"{result.name}: {result.blocks} blocks, {result.parameters:,} parameters, "
@@ -91,6 +138,12 @@ Rank = Annotated[int | None, typer.Option(min=1, help="Keep matrices as factors 
 Energy = Annotated[
     float | None, typer.Option(help="Or of the rank that holds this share of the energy, as 0.99.")
 ]
+Lora = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R", help="Write peft adapters of rank R, or of the share R < 1 of the energy."
+    ),
+]
 Scale = Annotated[float, typer.Option(help="Multiply the vector; -1 negates it.")]
 Ignore = Annotated[
     list[str] | None,
@@ -109,6 +162,7 @@ def extract(
     dtype: Dtype = "fp32",
     rank: Rank = None,
     energy: Energy = None,
+    lora: Lora = None,
     scale: Scale = 1.0,
     ignore: Ignore = None,
     allow_global: AllowGlobals = None,
@@ -129,6 +183,9 @@ def extract(
 
     request = ExtractRequest(
         *(base, finetuned, path, scope, dtype, rank, energy, scale),
-        *(ignore or [], name, allow_global or [], arch, force),
+        *(ignore or [], name, allow_global or [], arch, force, lora),
     )
+    if lora is not None:
+        run_adapters(request, as_json=as_json, quiet=quiet)
+        return
     run(request, as_json=as_json, quiet=quiet)

@@ -112,21 +112,33 @@ def factorise(
     """
     if values.dim() < 2 or min(values.shape) <= 1:
         return Dense(values.float())
-    matrix = values.float().reshape(values.shape[0], -1).double()
-    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    matrix = values.float().reshape(values.shape[0], -1)
+    most = rank if energy is None else None
+    up, down, _ = leading_factors(matrix, rank=most, energy=energy)
+    if up.shape[1] * sum(matrix.shape) >= matrix.numel():
+        return Dense(values.float())
+    return Factors(tuple(values.shape), (BlockPart(0, up, down),))
+
+
+def leading_factors(
+    matrix: torch.Tensor, *, rank: int | None = None, energy: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """up and down of the best approximation up @ down, and |matrix - up @ down|^2.
+
+    Of at most `rank` terms, and of no more than hold a share `energy` of the squares.
+    """
+    whole = matrix.double()
+    tall = whole if whole.shape[0] >= whole.shape[1] else whole.T
     squares, basis = _principal(tall)
+    count = len(squares) if rank is None else min(rank, len(squares))
     if energy is not None:
         share = squares.cumsum(0) / squares.sum()
-        rank = int((share < energy - 1e-12).sum()) + 1
-    rank = min(rank or 1, len(squares))
-    if rank * sum(matrix.shape) >= matrix.numel():
-        return Dense(values.float())
+        count = min(count, int((share < energy - 1e-12).sum()) + 1)
     # Both factors get the root of the singular value, so that neither leaves the range of fp16.
-    root = squares[:rank].clamp(min=max(1e-24 * squares[0].item(), 1e-300)) ** 0.25
-    up, down = tall @ basis[:, :rank] / root, (basis[:, :rank] * root).T
-    up, down = (up, down) if tall is matrix else (down.T, up.T)
-    part = BlockPart(0, up.float().contiguous(), down.float().contiguous())
-    return Factors(tuple(values.shape), (part,))
+    root = squares[:count].clamp(min=max(1e-24 * squares[0].item(), 1e-300)) ** 0.25
+    up, down = tall @ basis[:, :count] / root, (basis[:, :count] * root).T
+    up, down = (up, down) if tall is whole else (down.T, up.T)
+    return up.float().contiguous(), down.float().contiguous(), float(squares[count:].sum())
 
 
 def _principal(tall: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ that rank takes their place, and what it leaves out is measured.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
-from atlas_cli.models.adapters import Parts, parts_of
+from atlas_cli.models.adapters import Parts, lora_settings, parts_of
 from atlas_cli.models.lora import pairs_of, read_settings
 from atlas_cli.recipes.merge import Levels, Merge
 from atlas_cli.recipes.merge_parameters import depths_of, resolve
@@ -145,28 +144,8 @@ def merge_adapters(merge: Merge, located: Mapping[str, Located]) -> MergedAdapte
             name = _name(module, letter, opened)
             tensors[name] = LazyTensor(made.shape(letter), torch.float32, read)
     tensors |= whole
-    config = {**shared, **ranks_of({name: one.rank for name, one in modules.items()})}
+    config = {**shared, **lora_settings({name: one.rank for name, one in modules.items()})}
     return MergedAdapter(dict(sorted(tensors.items())), config, modules)
-
-
-def ranks_of(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The settings of an adapter whose factors hold their scale: alpha is the rank everywhere."""
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    others = {module: rank for module, rank in ranks.items() if rank != usual}
-    return {
-        "peft_type": "LORA",
-        "r": usual,
-        "lora_alpha": usual,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "target_modules": sorted(ranks),
-        "use_rslora": False,
-        "use_dora": False,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
 
 
 # Adapters against each other ------------------------------------------------------------------

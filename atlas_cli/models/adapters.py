@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,6 +55,27 @@ def parts_of(tensors: LazyTensors) -> Parts:
             own = _WRAPPED.sub("", name.removeprefix("base_model.model."))
             found.whole[own], found.names[own] = tensor, name
     return found
+
+
+def lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """What adapter_config.json says of factors that hold their scale: alpha is the rank."""
+    counts = Counter(ranks.values()).most_common(1)
+    usual = counts[0][0] if counts else 1
+    others = {module: rank for module, rank in ranks.items() if rank != usual}
+    return {
+        "peft_type": "LORA",
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "target_modules": sorted(ranks),
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
 
 
 def adapted(tensors: LazyTensors, source: Source, raw: LazyTensors) -> LazyTensors:

@@ -87,7 +87,7 @@ def _of_model(
     wanted, found = in_scope(base, choice.scope), in_scope(tensors, choice.scope)
     if not found:
         raise MismatchError(f"{where}: has no tensors of scope {choice.scope}")
-    problems = _problems(wanted, found)
+    problems = problems_between(wanted, found)
     forgiven = {n for n in problems if choice.overlooks(n) or (n in absent and n not in found)}
     if unforgiven := [text for name, text in problems.items() if name not in forgiven]:
         more = f" (and {len(unforgiven) - _SHOWN} more)" if len(unforgiven) > _SHOWN else ""
@@ -99,7 +99,7 @@ def _of_model(
     return Difference(blocks, tuple(sorted(forgiven)), linearised=linearised)
 
 
-def _problems(wanted: LazyTensors, found: LazyTensors) -> dict[str, str]:
+def problems_between(wanted: LazyTensors, found: LazyTensors) -> dict[str, str]:
     """A clause for every tensor that is missing, extra or of another shape, by its name."""
     problems = {name: f"{name} is missing" for name in wanted if name not in found}
     for name, tensor in found.items():

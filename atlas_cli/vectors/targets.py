@@ -36,11 +36,14 @@ class ExtractRequest:
     allow: Sequence[str] = ()
     arch: str | None = None
     force: bool = False
+    lora: float | None = None  # a rank from 1 on, or a share of the energy
 
     def check(self) -> None:
         """Raise UsageError for what cannot be done, whatever the models are."""
         _one_of(SCOPES, "--scope", self.scope)
         check_dtype(self.dtype)
+        if self.lora is not None:
+            self._check_lora(self.lora)
         if self.rank is not None and self.energy is not None:
             raise UsageError("--rank and --energy both set the rank; give one of them")
         if self.energy is not None and not 0 < self.energy < 1:
@@ -57,6 +60,20 @@ class ExtractRequest:
                 said = f"--ignore {pattern}: not a regular expression: {problem}"
                 raise UsageError(said) from None
         check_architecture(self.arch)
+
+    def _check_lora(self, lora: float) -> None:
+        if not (0 < lora < 1 or (lora >= 1 and lora == int(lora))):
+            raise UsageError(
+                f"--lora {lora:g}: expected a rank such as 16, or a share such as 0.99"
+            )
+        if self.rank is not None or (self.energy is not None and lora < 1):
+            raise UsageError("--lora sets the rank itself; with --energy it is the largest one")
+        if self.dtype == "int8":
+            raise UsageError("--dtype int8 is for task vectors; an adapter has fp32, fp16 or bf16")
+        if self.path == "-" or self.path.endswith(".safetensors"):
+            raise UsageError(f"-o {self.path}: an adapter is a folder; name one")
+        if self.scale != 1:
+            raise UsageError("--scale is for task vectors; scale an adapter when it is loaded")
 
 
 SCOPES = ("visual", "text", "all")
@@ -106,6 +123,20 @@ def resolve(request: ExtractRequest) -> tuple[list[VectorTarget], Source, list[S
     source, *finetuned = [locate(reference) for reference in (base, *references)]
     check_inputs(targets, [source, *finetuned])
     return targets, source, finetuned
+
+
+def adapter_targets(request: ExtractRequest) -> list[tuple[str, Path]]:
+    """The name and the folder of every adapter: the output itself, or one in it for each."""
+    references = [parse_reference(text) for text in request.finetuned]
+    if request.name and len(references) > 1:
+        raise UsageError("--name is for one fine-tuned model")
+    names = [request.name or name_of(reference) for reference in references]
+    folder = Path(request.path)
+    if len(names) == 1:
+        return [(names[0], folder)]
+    if len({_as_file(name) for name in names}) < len(names):
+        raise UsageError("two adapters would be written to one folder; extract them one by one")
+    return [(name, folder / _as_file(name)) for name in names]
 
 
 def choose_targets(
