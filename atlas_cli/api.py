@@ -207,7 +207,9 @@ def compose(
 
     opened = None
     if vectors is not None:
-        opened = [one if isinstance(one, TaskVector) else TaskVector.open(one) for one in vectors]
+        opened = [
+            one if isinstance(one, TaskVector) else TaskVector.open(one, model) for one in vectors
+        ]
     return compose_model(locate(reference), opened, scales, _opening(arch, text, device))
 
 

@@ -41,9 +41,16 @@ class ClosedError(AtlasError):
 
 
 class UnreachableError(AtlasError):
-    """A model or a dataset could not be reached; trying again may help."""
+    """A model or a dataset could not be reached; trying again may help.
+
+    `cut` says whether no answer came, rather than the answer being no.
+    """
 
     exit_code = 3
+
+    def __init__(self, text: str, *, cut: bool = False) -> None:
+        super().__init__(text)
+        self.cut = cut
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -6,7 +6,8 @@
         assert hub.gets("config.json")
 
 It answers what the client asks for when it reads a repository of a model, or of a dataset
-(``datasets/owner/name``): info, file trees, refs, and files by ``HEAD`` and ``GET`` with ranges.
+(``datasets/owner/name``): info, file trees, refs, and files by ``HEAD`` and ``GET`` with ranges;
+and collections.
 There are no uploads, no Xet storage, no redirects.
 
 Two answers differ from the Hub's on purpose. A missing repository is 404 to everybody (the Hub says
@@ -25,7 +26,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,6 +119,8 @@ class Hub:
         self._repos: dict[str, _Repo] = {}
         self._cuts: dict[str, _Cut] = {}
         self._failures: list[int] = []
+        self._collections: dict[str, list[tuple[str, str]]] = {}
+        self.on_get: Callable[[str], None] = lambda path: None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Hub:
@@ -169,6 +172,16 @@ class Hub:
             entry.branches[branch] = commit
             entry.tags.update(dict.fromkeys(tags, commit))
         return commit
+
+    def remove(self, repo: str) -> None:
+        """Have a repository vanish."""
+        with self._lock:
+            del self._repos[repo]
+
+    def add_collection(self, slug: str, items: Sequence[tuple[str, str]]) -> None:
+        """A collection of items, each a type (model, dataset, ...) and a name."""
+        with self._lock:
+            self._collections[slug] = list(items)
 
     def require_token(self, repo: str, token: str, *, gated: bool = False) -> None:
         """Answer 401 to requests without the token.
@@ -332,6 +345,9 @@ class _Handler(BaseHTTPRequestHandler):
             parts = [unquote(part) for part in url.path.strip("/").split("/")]
             query = {name: values[-1] for name, values in parse_qs(url.query).items()}
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if parts[:2] == ["api", "collections"]:
+                self._send(200, json.dumps(self._collection("/".join(parts[2:]))).encode())
+                return
             api = parts[:2] in (["api", "models"], ["api", "datasets"])
             kind = "datasets/" if "datasets" in parts[:2] else ""
             parts = parts[1:] if parts[:1] == ["datasets"] else parts
@@ -391,6 +407,26 @@ class _Handler(BaseHTTPRequestHandler):
             ],
         }
 
+    def _collection(self, slug: str) -> dict[str, Any]:
+        items = self.server.hub._collections.get(slug)
+        if items is None:
+            raise _Answer(404, "", "Collection not found")
+        return {
+            "slug": slug,
+            "title": slug,
+            "owner": {"name": slug.split("/")[0]},
+            "items": [
+                {"_id": _git_oid("item", name.encode())[:24], "id": name, "type": kind}
+                | {"position": number}
+                for number, (kind, name) in enumerate(items)
+            ],
+            "lastUpdated": _DATE,
+            "position": 0,
+            "private": False,
+            "theme": "blue",
+            "upvotes": 0,
+        }
+
     def _resolve(self, kind: str, parts: list[str]) -> None:
         cut = parts.index("resolve", 1, 3)
         repo = self._repo(kind + "/".join(parts[:cut]), content=True)
@@ -418,6 +454,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Answer(416, "", "", Content_Range=f"bytes */{size}")
             status, (start, stop) = 206, span
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if self.command == "GET":
+            self.server.hub.on_get(self.path)
         taken = self.server.hub._next_cut(filename) if self.command == "GET" else None
         self._send(status, blob.data[start:stop], headers, taken)
 

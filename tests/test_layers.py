@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "parallel": (set(), {"torch"}),
     "recipes": (set(), {"pydantic", "pydantic_core", "yaml"}),
     "io": (set(), {"torch", "numpy", "safetensors"}),
-    "sources": ({"io"}, {"blake3", "huggingface_hub"}),
+    "sources": ({"io", "recipes"}, {"blake3", "huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy", "regex"}),
     "merge_methods": ({"core", "native"}, {"numpy", "torch"}),

@@ -369,12 +369,15 @@ class ConsoleListener:
             TaskFinished,
             TrainingEnded,
             TrainingStarted,
+            VectorNoted,
             Warned,
         )
 
         match event:
             case Warned(text):
                 warn(text)
+            case VectorNoted(text):
+                self._note(text)
             case Planned(lines):
                 self._note(*lines)
             case TrainingStarted(steps):

@@ -25,7 +25,18 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("data", "split", "shots", "templates", "classes", "control", "prior"),
         *("workers", "skip_broken"),
     ),
-    "Model": ("model", "vectors", "arch", "text", "scope", "allow_target", "name"),
+    "Model": (
+        "model",
+        "vectors",
+        "exclude",
+        "storage",
+        "base",
+        "arch",
+        "text",
+        "scope",
+        "allow_target",
+        "name",
+    ),
     "Learning": (
         *(
             "objective",

@@ -24,15 +24,24 @@ if TYPE_CHECKING:
 _TEXTS = (".yaml", ".yml", ".json")
 Subjects = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|MODEL|RUN...", help="Vectors, models, or one run; - for stdin."),
+    typer.Argument(
+        metavar="FILE|MODEL|RUN...", help="Vectors, zoo:SET, models, or a run; - for stdin."
+    ),
 ]
 Blocks = Annotated[bool, typer.Option("--blocks", help="One row per block, not per kind.")]
+
+
+BaseModel = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="Show models as task vectors of this base."),
+]
 
 
 def inspect(
     subjects: Subjects,
     blocks: Blocks = False,
     plot: PlotFile = None,
+    base: BaseModel = None,
     arch: Architecture = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -63,14 +72,17 @@ def inspect(
     if plot:
         check_libraries("--plot")
     subjects = [name for text in subjects for name in _spelt_out(text)]
-    references = {text: _parse(text) for text in subjects if text != "-"}
+    gathered = [text for text in subjects if _is_gathered(text, base)]
+    references = {text: _parse(text) for text in subjects if text not in ("-", *gathered)}
     if subjects.count("-") > 1:
         raise UsageError("- can be given once: stdin has one task vector")
     with ExitStack() as stack:
         sources = [
             locate(references[text]) if text in references else _from_stdin(stack)
             for text in subjects
+            if text not in gathered
         ]
+        sources += _gather(gathered, base, quiet=quiet) if gathered else []
         piped = next((s.weights[0] for s in sources if s.reference.text == "-"), None)
         if piped and _is_text(piped):
             _check_alone("stdin", subjects)
@@ -84,9 +96,9 @@ def inspect(
 
 def _spelt_out(text: str) -> list[str]:
     """The task vectors that builtin:all stands for; any other subject is itself."""
-    from atlas_cli.sources.references import expand_vectors
+    from atlas_cli.sources.vector_names import name_vectors
 
-    return expand_vectors([text]) if text == "builtin:all" else [text]
+    return [one.text for one in name_vectors([text])] if text == "builtin:all" else [text]
 
 
 def _parse(text: str) -> Reference:
@@ -100,6 +112,32 @@ def _parse(text: str) -> Reference:
     if is_file and ":" not in text and not path.expanduser().exists():
         raise UsageError(f"no such file: {text}")
     return parse_reference(text)
+
+
+def _is_gathered(text: str, base: str | None) -> bool:
+    """Whether a subject has to be made a task vector first, or stands for several."""
+    from atlas_cli.sources.vector_names import is_collection
+    from atlas_cli.sources.zoo import is_of_zoo
+
+    return text != "-" and (base is not None or is_of_zoo(text) or is_collection(text))
+
+
+def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Source]:
+    """Task vectors by reference; those of the zoo know their base."""
+    from atlas_cli.sources.locate import Source
+    from atlas_cli.sources.references import Reference
+    from atlas_cli.sources.vector_names import check_vectors
+
+    check_vectors(texts)
+
+    from atlas_cli.vectors.gather import Gathering, gather_by_name
+
+    tell = (lambda text: None) if quiet else console.note
+    found = gather_by_name(texts, base, Gathering(tell=tell, warn=console.warn))
+    return [
+        Source(Reference(one.text, "path", str(one.file)), one.file.parent, (one.file,), one.commit)
+        for one in found
+    ]
 
 
 def _from_stdin(stack: ExitStack) -> Source:

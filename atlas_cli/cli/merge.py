@@ -14,7 +14,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
-from atlas_cli.cli.options import AsJson, Device, Quiet
+from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
 from atlas_cli.errors import AtlasError, UsageError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def merge(
     allow_nonfinite: AllowNonfinite = False,
     strict: Strict = False,
     max_rank: MaxRank = None,
+    keep_downloads: KeepDownloads = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -112,7 +113,9 @@ def merge(
     if max_rank is not None:
         checked = with_max_rank(checked, max_rank)
     shown = _read_evaluation(evaluation) if evaluation else None
-    options = MergeOptions(budget, threads, device, shard, force, shown, allow_nonfinite)
+    options = MergeOptions(
+        *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads)
+    )
     target = output or Path("merged")
     listener = _Listener(quiet=quiet)
     if dry_run:
@@ -145,7 +148,7 @@ def _check(push: str | None, explain: str | None) -> None:
 
 def _read_recipe(name: str, *, strict: bool) -> Merge:
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
-    from atlas_cli.sources.references import source_problems
+    from atlas_cli.sources.vector_names import source_problems
 
     return read_merge(*read_text(_recipe_of(name)), source_problems, strict=strict)
 
@@ -191,6 +194,7 @@ class _Listener(ExitStack):
             MergeStarted,
             RankReduced,
             SettingsUnused,
+            VectorNoted,
         )
 
         match event:
@@ -200,6 +204,11 @@ class _Listener(ExitStack):
                 console.warn(f"no effect here: {', '.join(paths)}")
             case Doubt(text):
                 console.warn(text)
+            case VectorNoted(text, warning):
+                if warning:
+                    console.warn(text)
+                elif not self._quiet:
+                    console.note(text)
             case MergeStarted(total):
                 bar = console.progress("merging", total, quiet=self._quiet)
                 self._advance = self.enter_context(bar)

@@ -133,6 +133,9 @@ AllowGlobals = Annotated[
     typer.Option("--allow-global", metavar="NAME", help="Names a pickle may hold; never called."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+KeepDownloads = Annotated[
+    bool, typer.Option("--keep-downloads", help="Keep models whose vectors were extracted.")
+]
 
 
 def _option(kind: Any, *names: str, **more: Any) -> Any:
@@ -142,7 +145,9 @@ def _option(kind: Any, *names: str, **more: Any) -> Any:
 # The keys of recipes, which say what each is for: see help.py.
 _FLAGS: dict[str, Any] = {
     "model": _option(str, "--model", metavar="BASE"),
-    "vectors": _option(list[str], "--vectors", "--vector", metavar="FILE..."),
+    "vectors": _option(list[str], "--vectors", "--vector", metavar="VECTOR..."),
+    "exclude": _option(list[str], "--exclude", metavar="NAME..."),
+    "storage": _option(str, "--storage", metavar="DTYPE"),
     "shots": _option(str, "--shots", metavar="K"),
     "split": Split,
     "templates": Templates,
@@ -172,12 +177,13 @@ _RUN_OPTIONS: dict[str, Any] = {
     "force": Force,
     "threads": _option(int, "--threads", min=1, help="Cores to use; default all."),
     "device": Device,
+    "keep_downloads": KeepDownloads,
     "as_json": AsJson,
     "quiet": Quiet,
 }
 _ACCESS: dict[str, Any] = {"data_root": DataRoot, "download": Download}  # their callbacks do it all
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
-_SWITCHES = {"linearised", "resume", "force", "download", "as_json", "quiet"}
+_SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
 
 
 def _signature(function: Callable[..., None]) -> inspect.Signature:

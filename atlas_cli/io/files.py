@@ -97,6 +97,15 @@ def write_text(path: Path, text: str) -> None:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock, and hold it meanwhile."""
+    with path.open("a") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class FolderLock:
     """One folder, one writer: a file with process and host, locked as long as that process lives.
 

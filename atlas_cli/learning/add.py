@@ -90,8 +90,8 @@ class Adding(LearningVerb):
         from atlas_cli.vectors.pool import trim
 
         with trimmed_folder(folder) as target:
-            paths = trim(inputs.vectors, self.recipe.ties, target)
-            yield dataclasses.replace(inputs, vectors=tuple(paths))
+            paths = trim(inputs.files, self.recipe.ties, target)
+            yield dataclasses.replace(inputs, files=tuple(paths))
 
     def check(self, ready: PreparedRun) -> None:
         """For the disentanglement, every task needs a vector of its own."""

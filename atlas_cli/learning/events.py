@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,13 @@ class Event:
 @dataclass(frozen=True)
 class Warned(Event):
     """Something that may surprise."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class VectorNoted(Event):
+    """Where a task vector came from, or why it was left out."""
 
     text: str
 
@@ -93,3 +101,13 @@ def ignore(event: Event) -> None:
 def never() -> bool:
     """Do not stop."""
     return False
+
+
+@contextmanager
+def training(on_event: Listener, steps: int | None = None) -> Iterator[None]:
+    """Announce that training starts, and that it ended, however it did."""
+    on_event(TrainingStarted(steps))
+    try:
+        yield
+    finally:
+        on_event(TrainingEnded())

@@ -21,6 +21,7 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
     never,
+    training,
 )
 from atlas_cli.learning.run import (
     Inputs,
@@ -29,7 +30,6 @@ from atlas_cli.learning.run import (
     find_model,
     open_folder,
     open_labelled,
-    training,
 )
 from atlas_cli.recipes.text import UNIT, as_percent
 from atlas_cli.sources.locate import locate

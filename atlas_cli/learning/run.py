@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +21,15 @@ from atlas_cli.learning.events import (
     Listener,
     Planned,
     StepTaken,
-    TrainingEnded,
-    TrainingStarted,
+    VectorNoted,
     Warned,
     ignore,
+    training,
 )
 from atlas_cli.recipes.text import UNIT, in_percent, parse_shots, write_recipe
 from atlas_cli.sources.locate import Source, locate
-from atlas_cli.sources.references import check_architecture, expand_vectors, parse_reference
+from atlas_cli.sources.references import check_architecture, parse_reference
+from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.learning import LearnRecipe
     from atlas_cli.recipes.merge import LearnedRecipe
     from atlas_cli.recipes.text import Table
+    from atlas_cli.vectors.gather import GatheredVector
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RunOptions:
     force: bool = False
     threads: int | None = None
     device: str = "auto"
+    keep_downloads: bool = False
 
     def check(self) -> None:
         if self.resume and self.folder is None:
@@ -64,31 +67,26 @@ class RunOptions:
         return self.threads or os.cpu_count() or 1
 
 
-@contextmanager
-def training(on_event: Listener, steps: int | None = None) -> Iterator[None]:
-    """Announce that training starts, and that it ended, however it did."""
-    on_event(TrainingStarted(steps))
-    try:
-        yield
-    finally:
-        on_event(TrainingEnded())
-
-
 # What goes in and comes out -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a verb is given, with every name resolved. `judges` are images to score on."""
+    """What a verb is given, with every name resolved. `judges` are images to score on.
+
+    `files` are those of the vectors, once they are gathered.
+    """
 
     command: str
     recipe: Any  # of the verb's own kind
     model: Source
-    vectors: tuple[str, ...]
+    vectors: tuple[VectorName, ...]
     datasets: tuple[Dataset, ...]
     judges: tuple[Dataset, ...]
     opening: Opening
     threads: int
+    keep_downloads: bool = False
+    files: tuple[GatheredVector, ...] | tuple[str, ...] = ()
 
 
 Cell = str | float | None  # of a table; a number is in percent
@@ -190,14 +188,18 @@ class LearningVerb(ABC):
 # Opening --------------------------------------------------------------------------------------
 
 
-def resolve(verb: LearningVerb, options: RunOptions) -> Inputs:
+def resolve(verb: LearningVerb, options: RunOptions, on_event: Listener = ignore) -> Inputs:
     """Turn every name into what it names, before torch is imported."""
     recipe = verb.recipe
     check_model(recipe)
-    vectors = tuple(expand_vectors(recipe.vectors))
+    check_vectors(recipe.vectors)
     datasets, judges = verb.open_data()
+    vectors = tuple(name_vectors(recipe.vectors, lambda text: on_event(VectorNoted(text))))
     source, opening = find_model(recipe, options)
-    return Inputs(verb.name, recipe, source, vectors, datasets, judges, opening, options.cores)
+    return Inputs(
+        *(verb.name, recipe, source, vectors, datasets, judges, opening, options.cores),
+        keep_downloads=options.keep_downloads,
+    )
 
 
 def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:
@@ -258,16 +260,21 @@ def prepare(
 ) -> Iterator[PreparedRun]:
     """Resolve and open everything that a verb works with."""
     options.check()
-    inputs = resolve(verb, options)
+    inputs = resolve(verb, options, on_event)
 
     from atlas_cli.learning.run_folder import check_folder
-    from atlas_cli.learning.setup import prepared  # torch is slow: only with good inputs
+    from atlas_cli.learning.setup import gathered, prepared  # torch is slow: only with good inputs
 
     if options.folder:
         check_folder(options.folder, resume=options.resume, force=options.force)
+
+    def warn(text: str) -> None:
+        on_event(Warned(text))
+
+    files = gathered(inputs, lambda text: on_event(VectorNoted(text)), warn)
     with (
-        verb.vectors_made(inputs, options.folder) as given,
-        prepared(given, verb.objective, lambda text: on_event(Warned(text))) as ready,
+        verb.vectors_made(replace(inputs, files=files), options.folder) as given,
+        prepared(given, verb.objective, warn) as ready,
     ):
         verb.check(ready)
         yield ready

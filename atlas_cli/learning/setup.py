@@ -31,6 +31,8 @@ from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
 from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_table
+from atlas_cli.sources.zoo import same_task
+from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
 
 if TYPE_CHECKING:
@@ -192,7 +194,8 @@ def placed_labels(layout: Layout, placement: granularity.Placement) -> list[str]
 
 
 def _entry(member: Member) -> dict[str, str]:
-    return {"name": member.name, "file": member.path, "sha256": member.sha256}
+    kept = {"storage": member.storage} if member.storage else {}
+    return {"name": member.name, "file": member.path, "sha256": member.sha256, **kept}
 
 
 def describe_data(dataset: Dataset) -> dict[str, object]:
@@ -213,6 +216,28 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
     }
 
 
+def gathered(
+    inputs: Inputs, tell: Callable[[str], None], warn: Callable[[str], None]
+) -> tuple[GatheredVector, ...]:
+    """The files of the task vectors that a run names; those that are none yet are extracted."""
+    recipe = inputs.recipe
+    if not inputs.vectors:
+        return ()
+    target = (
+        inputs.datasets[0] if isinstance(recipe, FitRecipe) and not recipe.allow_target else None
+    )
+    how = Gathering(
+        storage=recipe.storage,
+        exclude=tuple(recipe.exclude),
+        keep_downloads=inputs.keep_downloads,
+        architecture=recipe.arch,
+        is_own=lambda name: target is not None and is_of(name, target),
+        tell=tell,
+        warn=warn,
+    )
+    return tuple(gather(inputs.vectors, inputs.model, how))
+
+
 @contextmanager
 def prepared(
     inputs: Inputs, objective_factory: ObjectiveFactory, warn: Callable[[str], None]
@@ -225,8 +250,8 @@ def prepared(
     budget = parse_bytes(recipe.memory)
     norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
     pool = Pool((), (), (), "as stored", 0)
-    if inputs.vectors:
-        pool = open_pool(inputs.vectors, read_tensors(inputs.model), list(base), budget=budget)
+    if inputs.files:
+        pool = open_pool(inputs.files, read_tensors(inputs.model), list(base), budget=budget)
     if isinstance(recipe, FitRecipe) and not recipe.allow_target:
         refuse_target(pool, inputs.datasets[0])
     layout = layout_of(recipe, pool.shapes)
@@ -299,6 +324,10 @@ def refuse_target(pool: Pool, dataset: Dataset) -> None:
 
 def own_vector(pool: Pool, dataset: Dataset) -> int | None:
     """The number of the vector that by its name was learned on a dataset, if there is one."""
-    target = plain_name(task_name(dataset))
-    names = [plain_name(member.name) for member in pool.members]
-    return names.index(target) if target in names else None
+    owns = [is_of(member.name, dataset) for member in pool.members]
+    return owns.index(True) if any(owns) else None
+
+
+def is_of(name: str, dataset: Dataset) -> bool:
+    """Whether by its name a vector was learned on a dataset."""
+    return same_task(plain_name(name), plain_name(task_name(dataset)))

@@ -20,7 +20,15 @@ from atlas_cli.datasets.dataset import (
 from atlas_cli.datasets.known import named_classes
 from atlas_cli.errors import ClosedError, DataError, UsageError
 from atlas_cli.io.files import write_text
-from atlas_cli.learning.events import Listener, Predicted, Saving, Warned, ignore, never
+from atlas_cli.learning.events import (
+    Listener,
+    Predicted,
+    Saving,
+    Warned,
+    ignore,
+    never,
+    training,
+)
 from atlas_cli.learning.run import (
     Cell,
     LearningResult,
@@ -31,7 +39,6 @@ from atlas_cli.learning.run import (
     open_folder,
     prepare,
     source_of,
-    training,
 )
 from atlas_cli.recipes.text import as_percent, in_percent, write_recipe
 

@@ -51,6 +51,7 @@ from atlas_cli.models.heads import HEAD, SavedHead, write_head
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
 from atlas_cli.recipes.merge import Merge
+from atlas_cli.vectors.gather import GatheredVector
 
 _HASHERS = 2
 _KEY = "atlas_recipe"
@@ -79,6 +80,7 @@ class MergeRequest:
     limits: Limits = field(default_factory=Limits)
     shard: int = 5_000_000_000
     evaluation: Evaluated | None = None
+    vectors: tuple[GatheredVector, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     """Open every header, check that all fits, and plan every byte. Reads no values of models."""
     merge, located, limits = request.merge, request.located, request.limits
     how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
-    inputs = open_inputs(merge, located, how)
+    inputs = open_inputs(merge, located, how, request.vectors)
     clip = is_clip(inputs.base) and not is_transformers(inputs.base)
     # open_clip looks for one file of this name.
     stem, limit = ("open_clip_model", 1 << 62) if clip else (_stem(request), request.shard)

@@ -13,6 +13,7 @@ from atlas_cli.core.compose import Composition, compose_block, map_blocks
 from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensors
+from atlas_cli.merging.inputs import gather_vectors
 from atlas_cli.merging.plan import open_layout
 from atlas_cli.merging.produce import (
     STATISTICS,
@@ -27,6 +28,7 @@ from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
+from atlas_cli.vectors.gather import Gathering
 from atlas_cli.vectors.pool import Member, Pool, check_members
 from atlas_cli.vectors.task_vector import TaskVector
 
@@ -85,7 +87,8 @@ def _of_recipe(recipe: object, source: Source) -> _Scaled:
     if not isinstance(recipe, MergeRecipe):
         raise UsageError("no task vectors given; name them, or give a learned recipe")
     layout = Model(source.reference.text, open_layout(source.reference.text, Located(source)))
-    learned = open_learned(recipe, source, layout, Conversion(recipe.seed))
+    vectors = gather_vectors(recipe, source, Gathering())
+    learned = open_learned(recipe, source, layout, Conversion(recipe.seed), vectors)
     return _Scaled(learned.pool, learned.columns, learned.coefficients)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atlas_cli.errors import UsageError
+from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.adapters import MergedAdapter, are_adapters, merge_adapters
 from atlas_cli.merging.plan import (
@@ -26,9 +26,13 @@ from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, 
 from atlas_cli.merging.vocabulary import Vocabulary, aligned, build_vocabulary, rows_of
 from atlas_cli.models.language import is_head, is_untied, reconciled
 from atlas_cli.models.tokenizers import Tokenizer, read_tokenizer
-from atlas_cli.recipes.merge import Merge
+from atlas_cli.recipes.merge import Merge, MergeRecipe, VectorFile
 from atlas_cli.recipes.merge_tokenizer import BASE, UNION
 from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.sources.locate import Source
+from atlas_cli.sources.vector_names import VectorName, name_vectors
+from atlas_cli.vectors.format import read_header
+from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,12 @@ class Inputs:
     adapter: MergedAdapter | None = None  # the result, if it is no model
 
 
-def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
+def open_inputs(
+    merge: Merge,
+    located: Mapping[str, Located],
+    how: Conversion,
+    vectors: Sequence[GatheredVector] = (),
+) -> Inputs:
     """Open every model, and check that all fit each other. No value is read."""
     if merge.method != "atlas" and are_adapters(merge, located):
         return _adapters(merge, located, how)
@@ -61,7 +70,7 @@ def open_inputs(merge: Merge, located: Mapping[str, Located], how: Conversion) -
         raise UsageError("max_rank is for merges of LoRA adapters into one; these are models")
     layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
     if merge.method == "atlas":
-        learned = open_learned(merge.recipe, located[merge.layout].model, layout, how)
+        learned = open_learned(merge.recipe, located[merge.layout].model, layout, how, vectors)
         names = [name for name in layout.tensors if learned.changes(name)]
         return Inputs(layout.tensors, names, {}, layout.tensors, learned, {})
     opened = {merge.layout: layout.tensors}
@@ -143,3 +152,37 @@ def _arrange(
     if wanted := dtype_of(merge.recipe.dtype):
         compute = dict.fromkeys(compute, wanted)
     return Inputs({**layout, **copies}, [*resolved], compute, base, producer, resolved, segments)
+
+
+# Task vectors ---------------------------------------------------------------------------------
+
+
+def gather_vectors(recipe: MergeRecipe, base: Source, gathering: Gathering) -> list[GatheredVector]:
+    """The files of a recipe's vectors; what is no vector yet is extracted from its model.
+
+    Raises MismatchError for one that is not what the recipe says of it.
+    """
+    entries: list[VectorFile] = []
+    names: list[VectorName] = []
+    for entry in recipe.vectors or []:
+        given = name_vectors([entry.file], gathering.tell)
+        if len(given) > 1 and (entry.name or entry.sha256):
+            raise UsageError(f"{entry.file}: stands for {len(given)} vectors, not for one")
+        names += [replace(name, storage=entry.storage) for name in given]
+        entries += [entry] * len(given)
+    found = gather(names, base, replace(gathering, scope=recipe.scope))
+    return [_checked_entry(entry, one) for entry, one in zip(entries, found, strict=True)]
+
+
+def _checked_entry(entry: VectorFile, found: GatheredVector) -> GatheredVector:
+    if entry.sha256 is not None and entry.sha256 != found.sha256:
+        raise MismatchError(
+            f"{entry.file}: is not the file that the recipe speaks of: its sha256 is "
+            f"{found.sha256[:12]}..., expected {entry.sha256[:12]}..."
+        )
+    if found.storage:  # a vector has the name that it is given; a file has its own
+        return replace(found, name=entry.name or found.name)
+    called = read_header(found.file).name
+    if entry.name is not None and entry.name != called:
+        raise MismatchError(f"{entry.file}: is called {called}, not {entry.name}")
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ from atlas_cli.merging.provenance import (
     tokenizer_of,
 )
 from atlas_cli.sources.locate import COMPANION_FILES, locate, locate_file
-from atlas_cli.sources.references import parse_reference, source_problems
+from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.vector_names import source_problems
 
 if TYPE_CHECKING:
     from atlas_cli.merging.execute import PreparedMerge
     from atlas_cli.recipes.merge import Merge
+    from atlas_cli.vectors.gather import GatheredVector
 
 _MEMORY = 512_000_000  # bytes
 _MANY = 8  # threads; with more, a merge waits for the disk and for memory
@@ -48,6 +50,7 @@ class MergeOptions:
     force: bool = False
     evaluation: Evaluated | None = None
     allow_nonfinite: bool = False
+    keep_downloads: bool = False
 
 
 # Events and results ---------------------------------------------------------------------------
@@ -96,7 +99,17 @@ class RankReduced:
     error: float
 
 
-MergeEvent = RankReduced | FilterUnused | SettingsUnused | Doubt | MergeStarted | BytesWritten
+@dataclass(frozen=True)
+class VectorNoted:
+    """Where a task vector came from; as a warning, what may surprise about it."""
+
+    text: str
+    warning: bool = False
+
+
+MergeEvent = (
+    RankReduced | FilterUnused | SettingsUnused | VectorNoted | Doubt | MergeStarted | BytesWritten
+)
 MergeListener = Callable[[MergeEvent], None]
 
 
@@ -257,13 +270,47 @@ def _prepare(
     device = choose_device(options.device)
     memory = _MEMORY + resident() if options.memory is None else options.memory
     limits = Limits(memory, threads, device, options.allow_nonfinite)
-    request = MergeRequest(merge, located, target, limits, options.shard, options.evaluation)
+    vectors = _gathered(merge, located, options, on_event)
+    request = MergeRequest(
+        *(_pinned(merge, vectors), located, target, limits, options.shard, options.evaluation),
+        vectors=vectors,
+    )
     prepared = prepare(request)
     for text in prepared.inputs.doubts:
         on_event(Doubt(text))
     for text in idle_filters(merge, [tensor.name for tensor in prepared.plan.outputs]):
         on_event(FilterUnused(text))
     return prepared
+
+
+def _gathered(
+    merge: Merge, located: Mapping[str, Located], options: MergeOptions, on_event: MergeListener
+) -> tuple[GatheredVector, ...]:
+    """The files of the recipe's task vectors, extracted on the way if need be."""
+    if merge.method != "atlas":
+        return ()
+    from atlas_cli.merging.inputs import gather_vectors
+    from atlas_cli.vectors.gather import Gathering
+
+    how = Gathering(
+        keep_downloads=options.keep_downloads,
+        tell=lambda text: on_event(VectorNoted(text)),
+        warn=lambda text: on_event(VectorNoted(text, warning=True)),
+    )
+    return tuple(gather_vectors(merge.recipe, located[merge.layout].model, how))
+
+
+def _pinned(merge: Merge, vectors: Sequence[GatheredVector]) -> Merge:
+    """The merge with vectors by the names that stay true; as it is if all are plain files."""
+    from atlas_cli.recipes.merge import VectorFile
+
+    if all(one.storage is None and one.commit is None for one in vectors):
+        return merge
+    entries = [
+        VectorFile(file=one.text, name=one.name, sha256=one.sha256, storage=one.storage)
+        for one in vectors
+    ]
+    return merge.with_vectors(entries, {one.text: one.file for one in vectors})
 
 
 def _locate(merge: Merge) -> dict[str, Located]:

@@ -28,9 +28,10 @@ from atlas_cli.models.clip import open_model
 from atlas_cli.models.heads import SavedHead, head_from_text, open_head
 from atlas_cli.models.tensor_names import block_of, normalised, piece
 from atlas_cli.native.operands import Operands
-from atlas_cli.recipes.merge import HeadEntry, MergeRecipe, VectorFile
+from atlas_cli.recipes.merge import HeadEntry, MergeRecipe
 from atlas_cli.sources.locate import Source, sha256_of
 from atlas_cli.vectors.format import in_scope
+from atlas_cli.vectors.gather import GatheredVector
 from atlas_cli.vectors.pool import Pool, moved, open_pool
 
 CPU = torch.device("cpu")
@@ -296,19 +297,20 @@ class ByCoefficients:
 
 
 def open_learned(
-    recipe: MergeRecipe, source: Source, layout: Model, how: Conversion
+    recipe: MergeRecipe,
+    source: Source,
+    layout: Model,
+    how: Conversion,
+    vectors: Sequence[str | GatheredVector],
 ) -> ByCoefficients:
     """Open the vectors of a learned recipe and lay its coefficients out."""
     blocks = normalised(layout.tensors, layout.reference)
-    entries = recipe.vectors or []
-    paths = [entry.file for entry in entries]
     names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(STATISTICS)]
     if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):
         names = _in_order_of_module(source)  # a bare tensor has no names: they are in its order
     pool = Pool((), (), (), "as stored", 0)
-    if paths:
-        pool = open_pool(paths, blocks, names, scope=recipe.scope)
-    _check_entries(entries, pool)
+    if vectors:
+        pool = open_pool(vectors, blocks, names, scope=recipe.scope)
     columns = choose_layout(pool.shapes, recipe.granularity, recipe.groups, recipe.seed)
     table = coefficient_table(recipe.coefficients, pool, columns)
     return ByCoefficients(
@@ -326,17 +328,6 @@ def open_entry(entry: HeadEntry) -> SavedHead:
     if entry.sha256 is not None and sha256_of(path) != entry.sha256:
         raise MismatchError(f"{path}: is not the head that the recipe speaks of: another sha256")
     return open_head(path)
-
-
-def _check_entries(entries: Sequence[VectorFile], pool: Pool) -> None:
-    for entry, member in zip(entries, pool.members, strict=True):
-        if entry.name is not None and entry.name != member.name:
-            raise MismatchError(f"{entry.file}: is called {member.name}, not {entry.name}")
-        if entry.sha256 is not None and entry.sha256 != member.sha256:
-            raise MismatchError(
-                f"{entry.file}: is not the file that the recipe speaks of: its sha256 is "
-                f"{member.sha256[:12]}..., expected {entry.sha256[:12]}..."
-            )
 
 
 # Coefficients ---------------------------------------------------------------------------------

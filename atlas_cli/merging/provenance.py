@@ -125,10 +125,11 @@ def loose_files(merge: Merge) -> list[str]:
 
 def promised_hashes(merge: Merge, located: Mapping[str, Located]) -> Digests:
     """As take_hashes, with blanks of the same length."""
-    return {
+    blank = {
         name: {path.name: (_kind(merge, name, path), "0" * 64) for path in paths}
         for name, paths in _files(merge, located).items()
     }
+    return {**blank, **_pinned_digests(merge)}
 
 
 def take_hashes(merge: Merge, located: Mapping[str, Located], pool: Executor) -> Digests:
@@ -140,9 +141,19 @@ def take_hashes(merge: Merge, located: Mapping[str, Located], pool: Executor) ->
         }
         for name, paths in _files(merge, located).items()
     }
-    return {
+    taken = {
         name: {file: (kind, future.result()) for file, (kind, future) in files.items()}
         for name, files in begun.items()
+    }
+    return {**taken, **_pinned_digests(merge)}
+
+
+def _pinned_digests(merge: Merge) -> Digests:
+    """Those of vectors that are known by another name than their file, which the cache has."""
+    return {
+        entry.file: {Path(entry.file).name: ("sha256", entry.sha256 or "")}
+        for entry in merge.recipe.vectors or []
+        if entry.file in merge.files
     }
 
 
@@ -151,6 +162,7 @@ def _files(merge: Merge, located: Mapping[str, Located]) -> dict[str, Sequence[P
     return {
         name: source.weights if source else [vector_file(name)]
         for name, source in _sources(merge, located)
+        if name not in merge.files
     }
 
 
@@ -208,7 +220,7 @@ def identity_of(merge: Merge, located: Mapping[str, Located], plan: Plan, device
     """What tells one piece of work from another: plan, recipe, inputs' files, kind of device."""
     sources = [s for one in located.values() for s in (one.model, one.adapter) if s]
     paths = [path for source in sources for path in source.weights]
-    paths += [vector_file(file) for file in loose_files(merge)]
+    paths += [merge.files.get(file) or vector_file(file) for file in loose_files(merge)]
     files = [
         (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns, status.st_ino)
         for path in paths

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from atlas_cli.errors import nearest
+from atlas_cli.recipes.merge_checks import STORAGES
 from atlas_cli.recipes.model import (
     GRANULARITY,
     Accumulate,
@@ -69,7 +70,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-_VECTORS = about("Task-vector files, or folders of them, all taken from this base.")
+_VECTORS = about(
+    "Task vectors of this base: files, folders, `zoo:SET`, `hf://OWNER/NAME`; or fine-tuned models "
+    "and adapters, whose vectors are extracted."
+)
 _METHOD = about(
     "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
     "`isotropic`: one number per vector."
@@ -135,7 +139,8 @@ class LearnRecipe(Recipe):
     """The keys of every learning command: a base, vectors, and how coefficients are found."""
 
     order = (
-        *("vectors", "shots", "method", "select", "granularity", "schedule", "augment", "groups"),
+        *("vectors", "exclude", "storage", "shots", "method", "select", "granularity"),
+        *("schedule", "augment", "groups"),
         *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
         *("init", "clamp", "ties", "individual"),
         *("preset", "adapter", "adapter_stage"),
@@ -145,6 +150,12 @@ class LearnRecipe(Recipe):
 
     model: ModelName
     vectors: Annotated[list[str], expect(bool, "names no task vector", minItems=1), _VECTORS]
+    exclude: Annotated[list[str], about("Names of vectors that are left out.")] = []
+    storage: Annotated[
+        str,
+        one_of(*STORAGES),
+        about("How vectors that are extracted on the way are kept; `int8`."),
+    ] = "int8"
     shots: Shots = "all"
     split: Annotated[
         str | None,

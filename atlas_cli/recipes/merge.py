@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import model_serializer, model_validator
 
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
+    STORAGES,
     SourceCheck,
     dtype_problem,
     idle_keys,
@@ -36,6 +37,7 @@ from atlas_cli.recipes.model import (
     Recipe,
     about,
     in_schema,
+    one_of,
     problems_of,
     wrong_kind,
 )
@@ -52,11 +54,16 @@ Dtype = Annotated[str, Check(dtype_problem, lambda: {"enum": [*DTYPES]})]
 
 
 class VectorEntry(Entry):
-    """A task vector that a learned recipe scales: its name, its file and the file's sha256."""
+    """A task vector that a learned recipe scales; of a model, with how its vector is kept."""
 
     name: str
     file: str
     sha256: str
+    storage: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_blanks(self, handler: Any) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
 
 
 class HeadEntry(Entry):
@@ -134,6 +141,7 @@ class VectorFile(Entry):
     file: str
     name: str | None = None
     sha256: str | None = None
+    storage: Annotated[str, one_of(*STORAGES)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -305,7 +313,8 @@ class Merge:
     """A recipe in normal form.
 
     `layout` is the model whose names, files and configuration the result has. `raw` is the recipe
-    as it was given, `idle` what of it has no effect.
+    as it was given, `idle` what of it has no effect, and `files` are those of task vectors that
+    have other names than their files.
     """
 
     method: str
@@ -314,6 +323,13 @@ class Merge:
     recipe: MergeRecipe
     raw: Mapping[str, Any]
     idle: tuple[str, ...] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    def with_vectors(self, entries: Sequence[VectorFile], files: Mapping[str, Path]) -> Merge:
+        """The merge with its vectors pinned, and the local files that their names stand for."""
+        listed = [entry.model_dump(exclude_none=True) for entry in entries]
+        recipe = self.recipe.model_copy(update={"vectors": list(entries)})
+        return replace(self, recipe=recipe, raw={**self.raw, "vectors": listed}, files=files)
 
     @property
     def tokenizer(self) -> TokenizerWish | None:

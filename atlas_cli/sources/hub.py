@@ -6,30 +6,36 @@ import errno
 import fnmatch
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UnreachableError
 
 _TRIES = 3  # a connection can be cut in the middle of a large file
+_BRANCH = "main"
 _TIMEOUT = 15.0  # seconds after which a silent server counts as unreachable
 _DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A repository at one commit, with the names of its files (offline: of those at hand)."""
+    """A repository at one commit, with the names of its files (offline: of those at hand).
+
+    `cache` is the folder that downloads go to, if it is not the one that all programs share.
+    """
 
     repository: str
     commit: str
     files: tuple[str, ...]
     offline: bool = False
+    cache: Path | None = None
 
     def fetch(self, patterns: Sequence[str]) -> Path:
         """Download the files that match, unless they are here, and give their common folder."""
         folders = [
-            _folder_of(_download(self.repository, name, self.commit, self.offline), name)
+            _folder_of(_download(self, name), name)
             for name in self.files
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         ]
@@ -37,33 +43,69 @@ class Snapshot:
             raise UnreachableError(f"{self.repository}: has no file {' or '.join(patterns)}")
         return folders[0]
 
+    def has_downloaded(self, name: str) -> bool:
+        """Whether a file is in the cache that all programs share."""
+        from huggingface_hub import try_to_load_from_cache
+
+        return isinstance(try_to_load_from_cache(self.repository, name, revision=self.commit), str)
+
+
+def ask(repository: str, revision: str | None) -> Snapshot:
+    """The commit that a revision means now, and the names of its files. Downloads nothing.
+
+    Raises UnreachableError; its `cut` says whether the Hub did not answer at all.
+    """
+    _quieten()
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT)
+    except _client_errors() as problem:
+        raise _explained(problem, repository, revision) from problem
+    files = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+    if not files:
+        raise UnreachableError(f"{repository}: is an empty repository")
+    return Snapshot(repository, str(info.sha), files)
+
+
+def ask_collection(slug: str) -> list[tuple[str, str]]:
+    """The kind (model, dataset, space, paper) and the name of every item of a collection."""
+    _quieten()
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().get_collection(slug)
+    except _client_errors() as problem:
+        raise _explained(problem, slug, None, "collection") from problem
+    return [(item.item_type, item.item_id) for item in found.items]
+
+
+def _quieten() -> None:
+    """Have the client say nothing, and show progress on a terminal only."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if sys.stderr is None or not sys.stderr.isatty():
+        disable_progress_bars()
+
 
 def open_snapshot(repository: str, revision: str | None, likely: Sequence[str]) -> Snapshot:
     """Settle which commit a revision means. Without a network, the cache is asked.
 
     `likely` names small files of which one is in every repository that atlas can use.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if sys.stderr is None or not sys.stderr.isatty():
-        disable_progress_bars()
     try:
-        info = HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT)
-    except _client_errors() as problem:
-        cached = _from_cache(repository, revision, likely) if _is_cut(problem) else None
+        found = ask(repository, revision)
+    except UnreachableError as problem:
+        cached = _from_cache(repository, revision, likely) if problem.cut else None
         if cached is None:
-            raise _explained(problem, repository, revision) from problem
+            raise
         return cached
-    files = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
-    if not files:
-        raise UnreachableError(f"{repository}: is an empty repository")
     # One request by branch or tag, so that the cache remembers which commit it meant.
-    anchor = next((name for name in likely if name in files), files[0])
-    folder = _folder_of(_download(repository, anchor, revision, offline=False), anchor)
-    return Snapshot(repository, folder.name, files)
+    anchor = next((name for name in likely if name in found.files), found.files[0])
+    by_name = replace(found, commit=revision or _BRANCH)
+    return replace(found, commit=_folder_of(_download(by_name, anchor), anchor).name)
 
 
 def _from_cache(repository: str, revision: str | None, likely: Sequence[str]) -> Snapshot | None:
@@ -79,16 +121,24 @@ def _from_cache(repository: str, revision: str | None, likely: Sequence[str]) ->
     return None
 
 
-def _download(repository: str, name: str, revision: str | None, offline: bool) -> Path:
+def _download(snapshot: Snapshot, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
+    repository, revision = snapshot.repository, snapshot.commit
     for attempt in range(_TRIES):
         try:
-            path = hf_hub_download(repository, name, revision=revision, local_files_only=offline)
+            with warnings.catch_warnings(action="ignore"):  # of a full disk, before it is full
+                path = hf_hub_download(
+                    *(repository, name),
+                    revision=revision,
+                    local_files_only=snapshot.offline,
+                    cache_dir=snapshot.cache,
+                )
             return Path(path)
         except _client_errors() as problem:
             if attempt == _TRIES - 1 or not _is_cut(problem):
-                raise _explained(problem, repository, revision) from problem
+                called = revision if revision != _BRANCH else None
+                raise _explained(problem, repository, called, cache=snapshot.cache) from problem
     raise AssertionError("the last try either returned or raised")
 
 
@@ -138,15 +188,22 @@ def _is_cut(problem: BaseException) -> bool:
     return not trouble and not isinstance(problem, ValueError) and (status is None or status >= 500)
 
 
-def _explained(problem: Exception, repository: str, revision: str | None) -> AtlasError:
+def _explained(
+    problem: Exception,
+    repository: str,
+    revision: str | None,
+    kind: str = "model",
+    cache: Path | None = None,
+) -> AtlasError:
     """One line that names the repository and the way out."""
     from huggingface_hub import constants, errors
 
     name = f"{repository}@{revision}" if revision else repository
     if isinstance(problem, OSError) and problem.errno in _DISK_TROUBLE:
+        place, setting = cache or constants.HF_HUB_CACHE, "ATLAS_CACHE" if cache else "HF_HOME"
         return AtlasError(
-            f"{problem.filename or constants.HF_HUB_CACHE}: cannot keep downloads: "
-            f"{problem.strerror}; set HF_HOME to a folder that can be written"
+            f"{problem.filename or place}: cannot keep downloads: "
+            f"{problem.strerror}; set {setting} to a folder that can be written"
         )
     status = _status(problem)
     if isinstance(problem, errors.RevisionNotFoundError):
@@ -158,10 +215,11 @@ def _explained(problem: Exception, repository: str, revision: str | None) -> Atl
     if status in {401, 403}:
         return UnreachableError(f"{name}: not allowed ({status}); set HF_TOKEN or check the name")
     if status == 404:
-        return UnreachableError(f"{name}: no such model on the Hub, nor a local path of that name")
+        return UnreachableError(f"{name}: no such {kind} on the Hub, nor a local path of that name")
     if isinstance(problem, ValueError):
         return UnreachableError(f"{name}: not a name the Hub accepts")
     if constants.is_offline_mode():
-        return UnreachableError(f"{name}: not downloaded yet, and HF_HUB_OFFLINE is set")
+        return UnreachableError(f"{name}: not downloaded yet, and HF_HUB_OFFLINE is set", cut=True)
     reason = f"it answered {status}" if status else "no answer"
-    return UnreachableError(f"{name}: {constants.ENDPOINT} could not be reached ({reason})")
+    said = f"{name}: {constants.ENDPOINT} could not be reached ({reason})"
+    return UnreachableError(said, cut=True)

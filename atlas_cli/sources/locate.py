@@ -23,7 +23,7 @@ from typing import Any
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
 from atlas_cli.io.files import whole_file
 from atlas_cli.io.paths import inside, open_regular, read_regular
-from atlas_cli.sources.hub import open_snapshot
+from atlas_cli.sources.hub import Snapshot, open_snapshot
 from atlas_cli.sources.references import Reference, builtin_model, open_clip_repository
 
 # In order of preference. Safetensors first: nothing in them can be run.
@@ -97,11 +97,8 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
             if path.is_dir():
                 return _in_folder(reference, path)
             return Source(reference, path.parent, (path,))
-        case "open_clip":
-            repository, file = _open_clip_repository(reference)
-            return _on_hub(reference, repository, file, beside)
-        case "hub":
-            return _on_hub(reference, reference.name, reference.file, beside)
+        case "open_clip" | "hub":
+            return _on_hub(reference, *hub_address(reference), beside)
 
 
 def locate_file(reference: Reference, name: str) -> Source | None:
@@ -114,9 +111,7 @@ def locate_file(reference: Reference, name: str) -> Source | None:
         path = local or Path(reference.name)
         file = (path if path.is_dir() else path.parent) / name
         return Source(reference, file.parent, (file,)) if file.is_file() else None
-    repository = reference.name
-    if reference.kind == "open_clip":
-        repository, _ = _open_clip_repository(reference)
+    repository, _ = hub_address(reference)
     snapshot = open_snapshot(repository, reference.revision, [name, *CONFIG_NAMES])
     if name not in snapshot.files:
         return None
@@ -134,8 +129,10 @@ def _in_folder(reference: Reference, folder: Path) -> Source:
     return Source(reference, folder, tuple(folder / name for name in _members(folder, entry)))
 
 
-def _open_clip_repository(reference: Reference) -> tuple[str, str | None]:
-    """The Hub repository, and the file in it, that open_clip lists for a tag."""
+def hub_address(reference: Reference) -> tuple[str, str | None]:
+    """The Hub repository, and the file in it; of an open_clip tag, those that open_clip lists."""
+    if reference.kind == "hub":
+        return reference.name, reference.file
     address = open_clip_repository(reference.name, reference.tag or "")
     if address is None:
         raise UsageError(f"{reference.text}: open_clip lists no weights for it on the Hub")
@@ -148,6 +145,13 @@ def _on_hub(
 ) -> Source:
     likely = [*CONFIG_NAMES, *WEIGHT_NAMES]
     snapshot = open_snapshot(repository, reference.revision, [file, *likely] if file else likely)
+    return from_snapshot(reference, snapshot, file, beside)
+
+
+def from_snapshot(
+    reference: Reference, snapshot: Snapshot, file: str | None, beside: Sequence[str] = ()
+) -> Source:
+    """Download the weights of a reference, and the files that say what they are."""
     entry = file or choose_weights(snapshot.files, reference.text)
     folder = snapshot.fetch([entry])
     members = _members(folder, entry)

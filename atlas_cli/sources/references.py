@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,22 +62,6 @@ def parse_reference(text: str) -> Reference:
         close = close if slash else nearest(left, [*open_clip_tags(), "builtin:tiny"])
         raise UsageError(f"unknown model '{text}'{close} (a model is {GRAMMAR})")
     return _parse_hub(text, text)
-
-
-def source_problems(kind: Literal["model", "vector"], text: str) -> list[str]:
-    """What is wrong with a reference to a model, or MODEL+ADAPTER, or to a task vector."""
-    if kind == "vector":
-        try:
-            return [] if vector_file(text).is_file() else [f"no such task vector: {text}"]
-        except UsageError as problem:
-            return [str(problem)]
-    problems = []
-    for part in [text] if Path(text).exists() else text.rsplit("+", 1):  # a path may have a + in it
-        try:
-            parse_reference(part)
-        except UsageError as problem:
-            problems.append(str(problem))
-    return problems
 
 
 def _parse_path(text: str, path: str) -> Reference:
@@ -203,22 +186,3 @@ def vector_file(text: str) -> Path:
             f"unknown task vector '{text}'{nearest(name, BUILTIN_VECTORS)} ({known}, builtin:all)"
         )
     return _builtin_vector(name)
-
-
-def expand_vectors(texts: Sequence[str]) -> list[str]:
-    """The names of task vectors, with folders and builtin:all spelt out. All of them exist."""
-    return [name for text in texts for name in _expanded(text)]
-
-
-def _expanded(text: str) -> list[str]:
-    if text == f"{_BUILTIN}all":
-        return [f"{_BUILTIN}{name}" for name in BUILTIN_VECTORS]
-    path = vector_file(text)
-    if path.is_dir():
-        inside = sorted(str(file) for file in path.glob("*.safetensors"))
-        if not inside:
-            raise UsageError(f"{text}: holds no task vectors (*.safetensors)")
-        return inside
-    if not path.is_file():
-        raise UsageError(f"no such task vector: {text}")
-    return [text if text.startswith(_BUILTIN) else str(path)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class BlockHashes:
     """
 
     def __init__(self, files: Sequence[Path], scope: str, names: Collection[str]) -> None:
-        self._scope = scope
+        self._scope, self._names = scope, set(names)
         # Another version may name blocks anew.
         self._what = f"XXH3 of blocks of {scope} by atlas {__version__}"
         self._stats = stat_files(files)
@@ -54,6 +54,11 @@ class BlockHashes:
             if len(waiting) > _AHEAD:
                 waiting[0].result()
         return self._norms[name]
+
+    @property
+    def known(self) -> bool:
+        """Whether every block was added, or known from another run."""
+        return self._names <= self._norms.keys()
 
     def fingerprint(self) -> str:
         """The fingerprint of the scope, once every block was added."""
@@ -98,6 +103,14 @@ class Base:
         """The tensors of the scope that no vector can hold."""
         names = self.tensors.keys() - self.blocks.keys()
         return sorted(name for name in names if belongs(name, self.scope))
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the scope; every block is read unless its hash is known."""
+        if not self.hashes.known:
+            with ThreadPoolExecutor(1) as pool:
+                for name, tensor in self.blocks.items():
+                    self.hashes.add(name, tensor.read().float(), pool)
+        return self.hashes.fingerprint()
 
     def check_activation(self, finetuned: Source) -> None:
         """Refuse a model that was trained with another activation."""

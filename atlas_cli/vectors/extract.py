@@ -88,13 +88,17 @@ _HASHERS = 3  # threads: for the files of either model, and for the blocks of th
 
 @dataclass(frozen=True)
 class Options:
-    """What a vector is made of and kept in, and who is told of warnings and of blocks done."""
+    """What a vector is made of and kept in, and who is told of warnings and of blocks done.
+
+    `left_out` is told the names of tensors that the source lacks; else a warning names them.
+    """
 
     choice: Choice = field(default_factory=Choice)
     form: Form = field(default_factory=Form)
     scale: float = 1.0
     warn: Callable[[str], None] = lambda text: None
     advance: Callable[[int], None] = lambda count: None
+    left_out: Callable[[Sequence[str]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,9 @@ def write_vector(
     """Write scale * (fine-tuned - base) to an open file, with one block in memory at a time."""
     difference = open_difference(finetuned, base.tensors, options.choice)
     _check(base, finetuned, difference, options.form)
-    if difference.dropped:
+    if difference.dropped and options.left_out:
+        options.left_out(difference.dropped)
+    elif difference.dropped:
         left = ", ".join(difference.dropped[:3]) + (", ..." if difference.dropped[3:] else "")
         options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
     header = promised(name, base, finetuned, difference, options.scale)

@@ -38,6 +38,7 @@ from atlas_cli.vectors.format import (
     open_checked,
     to_metadata,
 )
+from atlas_cli.vectors.gather import GatheredVector
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _LOWER = ("bf16", "int8")
@@ -45,12 +46,18 @@ _LOWER = ("bf16", "int8")
 
 @dataclass(frozen=True)
 class Member:
-    """A vector of a pool, and where it comes from."""
+    """A vector of a pool, and where it comes from.
+
+    `path` names it in recipes, `file` is where it is; `storage` is told for one that was extracted
+    from what `path` names.
+    """
 
     name: str
     path: str
     sha256: str
     vector: StoredVector = dataclasses.field(repr=False)
+    file: Path | None = None
+    storage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Pool:
 
 
 def open_pool(
-    paths: Sequence[str],
+    paths: Sequence[str | GatheredVector],
     base: LazyTensors,
     parameters: Sequence[str],
     *,
@@ -113,10 +120,15 @@ def check_members(
     return names, tuple(sorted(blocks - set(names)))
 
 
-def _open_member(path: str) -> Member:
-    file = vector_file(path)
-    vector = open_checked(file)
-    return Member(vector.header.name, path, sha256_of(file), vector)
+def _open_member(path: str | GatheredVector) -> Member:
+    if isinstance(path, str):
+        file = vector_file(path)
+        vector = open_checked(file)
+        return Member(vector.header.name, path, sha256_of(file), vector, file)
+    vector = open_checked(path.file)
+    called = path.name or vector.header.name
+    vector = dataclasses.replace(vector, header=dataclasses.replace(vector.header, name=called))
+    return Member(called, path.text, path.sha256, vector, path.file, path.storage)
 
 
 def _check_names(members: Sequence[Member]) -> None:
@@ -170,7 +182,8 @@ def _bytes(member: Member, names: set[str], kind: str) -> int:
     factors = 0
     if len(plain) < len(blocks):  # the header does not tell their rank, but the file is no larger
         stored = sum(_size(block.shape, block.storage) for block in plain)
-        factors = max(0, vector_file(member.path).stat().st_size - stored)
+        file = member.file or vector_file(member.path)
+        factors = max(0, file.stat().st_size - stored)
     kept = (block for block in plain if block.name in names)
     return factors + sum(_size(block.shape, _lower(block.storage, kind)) for block in kept)
 
@@ -222,15 +235,16 @@ def moved(block: Block, device: torch.device) -> Block:
             return Factors(shape, tuple(there))
 
 
-def trim(paths: Sequence[str], share: float, folder: Path) -> list[str]:
+def trim(paths: Sequence[str | GatheredVector], share: float, folder: Path) -> list[str]:
     """Write every vector with its largest values only, and of those the ones of the elected sign.
 
     `share` of the values of each vector, the largest by magnitude over all its blocks, are kept;
     then an element keeps its value only where it has the sign of the sum over the vectors. The
     files have the names of the vectors; those that are there are replaced.
     """
-    vectors = [open_checked(vector_file(path)) for path in paths]
-    check_same_base({path: v.header for path, v in zip(paths, vectors, strict=True)})
+    members = [_open_member(path) for path in paths]
+    vectors = [member.vector for member in members]
+    check_same_base({member.path: member.vector.header for member in members})
     names = [vector.header.name for vector in vectors]
     if len(set(names)) < len(names):
         raise UsageError(f"vectors of one name cannot be trimmed together: {', '.join(names)}")

@@ -12,11 +12,7 @@ from pathlib import Path
 from atlas_cli.errors import AtlasError, UsageError, nearest
 from atlas_cli.sources.locate import WEIGHT_SUFFIXES, Source, locate
 from atlas_cli.sources.references import Reference, check_architecture, parse_reference
-
-# File names that say nothing of the task; their folder does.
-_PLAIN = re.compile(
-    r"(open_clip_)?(pytorch_)?(adapter_)?model|(linear_|nonlinear_)?finetuned|weights|checkpoint"
-)
+from atlas_cli.sources.vector_names import name_of
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,9 @@ SCOPES = ("visual", "text", "all")
 DTYPES = ("fp32", "fp16", "bf16", "int8")
 
 
-def check_dtype(name: str) -> None:
+def check_dtype(name: str, option: str = "--dtype") -> None:
     """Raise UsageError unless blocks can be kept in a dtype of that name."""
-    _one_of(DTYPES, "--dtype", name)
+    _one_of(DTYPES, option, name)
 
 
 def _one_of(choices: Sequence[str], option: str, value: str) -> None:
@@ -183,18 +179,6 @@ def check_inputs(targets: Sequence[VectorTarget], sources: Sequence[Source]) -> 
     for target in targets:
         if target.path is not None and target.path.resolve() in inputs:
             raise UsageError(f"{target.path}: is one of the inputs; write to another file")
-
-
-def name_of(reference: Reference) -> str:
-    """A name for a vector, from what its model is called."""
-    if reference.kind == "open_clip":
-        return f"{reference.name}-{reference.tag}"
-    if reference.kind != "path":
-        return Path(reference.file or reference.name.partition("/")[2] or reference.name).stem
-    path = Path(reference.name).resolve()
-    if path.is_dir():
-        return path.name
-    return path.parent.name if _PLAIN.fullmatch(path.stem) and path.parent.name else path.stem
 
 
 def _as_file(name: str) -> str:

@@ -16,6 +16,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageEr
 from atlas_cli.io.checkpoint import TensorStream
 from atlas_cli.io.files import whole_file
 from atlas_cli.sources.references import vector_file
+from atlas_cli.sources.zoo import is_of_zoo
 from atlas_cli.vectors.format import (
     BlockInfo,
     Header,
@@ -38,10 +39,23 @@ class TaskVector(StoredVector):
     """
 
     @classmethod
-    def open(cls, reference: str | Path) -> TaskVector:
-        """The vector in a file, or of a built-in task such as builtin:digits."""
-        stored = open_checked(vector_file(str(reference)))
-        return cls(stored.header, stored.read)
+    def open(cls, reference: str | Path, base: str | Path | None = None) -> TaskVector:
+        """The vector in a file, of a built-in task (builtin:digits) or of the zoo.
+
+        With the name of its base, the one of a fine-tuned model or adapter, which is extracted.
+        """
+        text = str(reference)
+        if base is None and not is_of_zoo(text):
+            stored = open_checked(vector_file(text))
+            return cls(stored.header, stored.read)
+        from atlas_cli.vectors.gather import gather_by_name  # most vectors are files
+
+        found = gather_by_name([text], str(base) if base is not None else None)
+        if len(found) > 1:
+            raise UsageError(f"{text}: stands for {len(found)} vectors, not for one")
+        stored = open_checked(found[0].file)
+        called = found[0].name or stored.header.name
+        return cls(replace(stored.header, name=called), stored.read)
 
     @property
     def norm(self) -> float:

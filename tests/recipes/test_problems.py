@@ -12,7 +12,7 @@ from atlas_cli.recipes.finetune import FinetuneRecipe
 from atlas_cli.recipes.learning import AddRecipe, EvalRecipe, FitRecipe, NegateRecipe, TtaRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, read_merge
 from atlas_cli.recipes.model import check_recipe, read_recipe
-from atlas_cli.sources.references import source_problems
+from atlas_cli.sources.vector_names import source_problems
 
 SCHEMAS = {
     **{"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe},

@@ -9,12 +9,8 @@ import pytest
 from atlas_cli.errors import UsageError
 from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import (
-    BUILTIN_VECTORS,
-    expand_vectors,
-    parse_reference,
-    vector_file,
-)
+from atlas_cli.sources.references import BUILTIN_VECTORS, parse_reference, vector_file
+from atlas_cli.sources.vector_names import name_vectors
 from atlas_cli.vectors.format import base_fingerprint, open_checked
 
 
@@ -37,7 +33,9 @@ def test_a_builtin_vector_belongs_to_the_builtin_model_and_is_small(
 
 
 def test_builtin_all_is_every_vector_but_the_controls() -> None:
-    assert expand_vectors(["builtin:all"]) == [f"builtin:{name}" for name in BUILTIN_VECTORS]
+    found = name_vectors(["builtin:all"])
+    assert [one.text for one in found] == [f"builtin:{name}" for name in BUILTIN_VECTORS]
+    assert {one.group for one in found} == {"builtin:all"}
     assert "everything" not in BUILTIN_VECTORS
 
 
@@ -49,15 +47,15 @@ def test_an_unknown_builtin_vector_is_told_with_the_nearest() -> None:
 def test_a_folder_stands_for_the_vectors_in_it(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"")
-    found = expand_vectors([str(tmp_path)])
-    assert [Path(path).name for path in found] == ["a.safetensors", "b.safetensors"]
+    found = name_vectors([str(tmp_path)])
+    assert [Path(one.text).name for one in found] == ["a.safetensors", "b.safetensors"]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such task vector: nothing"):
-        expand_vectors(["nothing.safetensors"])
+        name_vectors(["nothing.safetensors"])
     with pytest.raises(UsageError, match="holds no task vectors"):
-        expand_vectors([str(tmp_path)])
+        name_vectors([str(tmp_path)])
 
 
 def test_a_builtin_vector_keeps_its_blocks_to_two_percent() -> None:
