@@ -157,7 +157,7 @@ def _wanted(names: Sequence[VectorName], how: Gathering) -> list[VectorName]:
         if name.name in how.exclude:
             how.tell(f"{name.name}: left out (--exclude)")
         elif name.group and how.is_own(name.name):
-            how.tell(f"{name.name}: left out, since it was learned on the target itself")
+            how.warn(f"{name.name}: left out, since it was learned on the target itself")
         else:
             kept.append(name)
     if names and not kept:
