@@ -72,10 +72,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a verb is given, with every name resolved. `judges` are images to score on.
-
-    `files` are those of the vectors, once they are gathered.
-    """
+    """What a verb is given, with every name resolved. `judges` are images to score on."""
 
     command: str
     recipe: Any  # of the verb's own kind
@@ -86,7 +83,7 @@ class Inputs:
     opening: Opening
     threads: int
     keep_downloads: bool = False
-    files: tuple[GatheredVector, ...] | tuple[str, ...] = ()
+    files: tuple[GatheredVector, ...] | tuple[str, ...] = ()  # of the vectors, once gathered
 
 
 Cell = str | float | None  # of a table; a number is in percent
