@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from atlas_cli.core.adapters import Adapter
     from atlas_cli.core.granularity import Layout
-    from atlas_cli.merge_methods.method import MergeMethod
+    from atlas_cli.merge_methods.method import MergeMethod, PostStep
 
 GROUP = "atlas.plugins"
 Entry = TypeVar("Entry")
@@ -263,6 +263,7 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.spectral",
     "atlas_cli.merge_methods.learned",
 )
+POST_STEPS: Registry[PostStep] = Registry("post step", "atlas_cli.merge_methods.spectral")
 GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
 ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
 NEEDS = ("labels", "prior", "weak")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from atlas_cli.merge_methods.method import MergeMethod, Parameter
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.registry import MERGE_METHODS, POST_STEPS
 
 ROOT = Path(__file__).parent.parent
 START = "<!-- written by docs/build_methods.py -->\n\n"
@@ -24,6 +24,11 @@ def formulas() -> str:
         said = method.formula.replace("|", "\\|").removesuffix(".")
         link = f"[{name}](../recipes/merge/{name}.yaml)"
         lines.append(f"| {link} | {said} | {_BASES[method.base]} | {_count(method)} |")
+    lines += ["", "Steps after a method, by their names under `post`, change merged matrices:", ""]
+    lines += ["| step | merged weights |", "| --- | --- |"]
+    for name, step in POST_STEPS.items():
+        said = step.formula.replace("|", "\\|").removesuffix(".")
+        lines.append(f"| [{name}](../recipes/merge/{name}.yaml) | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -36,6 +41,9 @@ def parameters() -> str:
     for name, method in MERGE_METHODS.items():
         cells = (_BASES[method.base], _listed(method.per_model), _listed(method.per_merge))
         lines.append(f"| `{name}` | {' | '.join(cells)} | [{name}](merge/{name}.yaml) |")
+    for name, step in POST_STEPS.items():
+        cells = ("yes", "", _listed(step.parameters))
+        lines.append(f"| `post: {name}` | {' | '.join(cells)} | [{name}](merge/{name}.yaml) |")
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from atlas_cli.merge_methods.tiling import by_pieces
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.registry import MERGE_METHODS, POST_STEPS
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +110,33 @@ def merge_method(
             *(statistics, whole, spreads),
         )
         MERGE_METHODS.add(name, method, function)
+        return function
+
+    return register
+
+
+# Steps after a method --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PostStep:
+    """What is done to a merged matrix: apply(merged, base, models, parameters)."""
+
+    name: str
+    formula: str
+    apply: Callable[..., torch.Tensor]
+    parameters: Mapping[str, Parameter]
+
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+def post_step(name: str, **parameters: Parameter) -> Callable[[P], P]:
+    """Register a function as a step that recipes name under `post`. It is given whole matrices."""
+
+    def register(function: P) -> P:
+        said = (function.__doc__ or "").strip().partition("\n")[0]
+        POST_STEPS.add(name, PostStep(name, said, function, parameters), function)
         return function
 
     return register

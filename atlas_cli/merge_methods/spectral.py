@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from atlas_cli.merge_methods.method import Parameter, Values, merge_method
+from atlas_cli.merge_methods.method import Parameter, Values, merge_method, post_step
 from atlas_cli.merge_methods.tiling import Tile, exact, wide
 from atlas_cli.registry import late
 
@@ -140,6 +140,27 @@ def cart(tile: Tile, values: Values, found: Any) -> torch.Tensor:
         left, sizes, right = _svd(model - mean)
         merged += left[:, :rank] * sizes[:rank] @ right[:rank] * values.merge["lambda"]
     return merged.to(dtype)
+
+
+@post_step("svc", alpha=Parameter(0.1, 0.0))
+def svc(
+    merged: torch.Tensor, base: torch.Tensor, models: Vectors, parameters: Mapping[str, Any]
+) -> torch.Tensor:
+    """theta_0 + U S' V^T, S'_r = S_r T / sum_t max(alpha, s_rt), where U S V^T = merged - theta_0.
+
+    s_rt = <u_r^T tau, u_r^T tau_t> / |u_r^T tau_t|^2 tells how often the direction u_r of task t
+    was counted, tau being the merged task vector (singular value calibration). In float64.
+    """
+    base = exact(base)
+    left, sizes, right = _svd(exact(merged) - base)
+    whole = sizes[:, None] * right  # u_r^T tau
+    counts = torch.zeros_like(sizes)
+    for model in models:
+        own = left.T @ (exact(model) - base)
+        shares = (whole * own).sum(1) / own.square().sum(1).clamp(min=1e-12)
+        counts += shares.clamp(min=parameters["alpha"])
+    scales = torch.where(counts > 0, len(models) / counts, 1.0)
+    return base + left * (sizes * scales) @ right
 
 
 def _sum(vectors: Vectors) -> torch.Tensor:

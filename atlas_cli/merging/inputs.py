@@ -20,6 +20,7 @@ from atlas_cli.merging.plan import (
     promoted,
     resolve_all,
 )
+from atlas_cli.merging.post import ByPostSteps, with_post_steps
 from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
 from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
 from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
@@ -125,7 +126,7 @@ def _arrange(
     if vocabulary:
         dtype, named = dtype_of(merge.recipe.dtype), merge.recipe.base_model
         segments = [aligned(segment, vocabulary, named, dtype) for segment in segments]
-    producers: dict[str, ByMethod] = {}
+    producers: dict[str, ByMethod | ByPostSteps] = {}
     layout: dict[str, LazyTensor] = {}
     resolved: dict[str, Resolved] = {}
     compute: dict[str, torch.dtype] = {}
@@ -135,7 +136,7 @@ def _arrange(
         names = [n for n, t in tensors.items() if t.dtype.is_floating_point and 0 not in t.shape]
         own = resolve_all(segment, names)
         made = ByMethod(MERGE_METHODS[segment.part.method], segment, own, how)
-        producers |= dict.fromkeys(tensors, made)
+        producers |= dict.fromkeys(tensors, with_post_steps(merge, made))
         layout |= tensors
         resolved |= own
         compute |= {n: promoted(model.tensors[n] for model in segment.inputs) for n in names}

@@ -165,7 +165,7 @@ class ByMethod:
 class BySegment:
     """Every output by the producer of its segment. `copied` are left as a model has them."""
 
-    producers: Mapping[str, ByMethod]
+    producers: Mapping[str, Producer]
     layout: Model
     how: Conversion
     together: bool = False

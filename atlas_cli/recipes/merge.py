@@ -208,6 +208,10 @@ class MergeRecipe(Recipe):
     parameters: Annotated[
         Parameters, about("Parameters of the merge, and of models that do not set their own.")
     ] = None
+    post: Annotated[
+        dict[str, Parameters] | None,
+        about("Steps after the method by name, each with its parameters, such as `svc`."),
+    ] = None
     dtype: Annotated[Dtype | None, about("Compute in this dtype; else in that of the tensors.")] = (
         None
     )

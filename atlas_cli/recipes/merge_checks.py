@@ -14,7 +14,7 @@ from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.merge_parameters import idle_parameters, parameter_problems
 from atlas_cli.recipes.merge_tokenizer import tokenizer_problems, tokenizer_sources
 from atlas_cli.recipes.text import table_problems
-from atlas_cli.registry import MERGE_METHODS, find_granularity, granularity_labels
+from atlas_cli.registry import MERGE_METHODS, POST_STEPS, find_granularity, granularity_labels
 
 if TYPE_CHECKING:
     from atlas_cli.merge_methods.method import MergeMethod
@@ -110,6 +110,27 @@ def semantic_problems(found: Mapping[str, Any], check_source: SourceCheck | None
         yield from _learned_problems(found, check)
     else:
         yield from _model_problems(found, check)
+        yield from _post_problems(found)
+
+
+def _post_problems(found: Mapping[str, Any]) -> Iterator[str]:
+    """Steps after the method: their names, their parameters, and that there is a base."""
+    steps = found.get("post")
+    if not isinstance(steps, dict):
+        return
+    if steps and found.get("base_model") is None:
+        yield ": key 'base_model' is missing; post steps need it"
+    for name, given in steps.items():
+        if name not in POST_STEPS:
+            yield f".post: unknown step '{name}'{nearest(str(name), POST_STEPS)}"
+            continue
+        known = POST_STEPS[name].parameters
+        for key, value in (given if isinstance(given, dict) else {}).items():
+            if isinstance(value, list | dict):
+                yield f".post.{name}.{key}: expected one number for all tensors"
+                given = {k: v for k, v in given.items() if k != key}
+        if isinstance(given, dict):
+            yield from parameter_problems(given, known, f".post.{name}")
 
 
 def _reference_problems(text: object, where: str, check: SourceCheck) -> Iterator[str]:
@@ -124,7 +145,7 @@ def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[
     for key in ("base_model", "vectors", "coefficients"):
         if found.get(key) is None or (key == "base_model" and found[key] == ""):
             yield f": key '{key}' is missing; merge_method atlas needs it"
-    for key in ("models", "slices", "modules", "parameters", "tokenizer", "chat_template"):
+    for key in ("models", "slices", "modules", "parameters", "post", "tokenizer", "chat_template"):
         if key in found:
             yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
     if found.get("vectors") == [] and not found.get("head"):

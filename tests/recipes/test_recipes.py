@@ -21,7 +21,7 @@ from atlas_cli.recipes.merge import LearnedRecipe, read_merge
 from atlas_cli.recipes.model import read_recipe
 from atlas_cli.recipes.schema import json_schema, key_table
 from atlas_cli.recipes.text import parse_mapping
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.registry import MERGE_METHODS, POST_STEPS
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMAS = {"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe}
@@ -161,7 +161,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_merge_method_has_a_recipe():
-    assert {path.stem for path in MERGES} == {*MERGE_METHODS}
+    assert {path.stem for path in MERGES} == {*MERGE_METHODS, *POST_STEPS}
 
 
 @pytest.mark.parametrize("path", MERGES, ids=lambda path: path.stem)
@@ -171,7 +171,8 @@ def test_a_merge_recipe_runs_on_tiny_models(
     monkeypatch.chdir(tuned)
     text = path.read_text("utf-8")
     assert f"#     atlas merge recipes/merge/{path.name} -o merged\n" in text
-    assert read_merge(text).method == path.stem
+    found = read_merge(text)
+    assert path.stem in (found.method, *(found.recipe.post or {}))
     result = call("merge", path, "-o", tmp_path / "merged", "--memory", "8GB")
     assert result.code == 0, result.err
     assert call("inspect", tmp_path / "merged").code == 0
