@@ -49,9 +49,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"core", "io", "learning", "models", "recipes", "sources", "vectors"},
         {"altair", "vl_convert"},
     ),
+    "publishing": (
+        {"io", "merging", "recipes", "reports", "sources", "vectors"},
+        set(),
+    ),
     "cli": (
         {"core", "datasets", "io", "learning", "merging", "models", "recipes", "reports"}
-        | {"sources", "vectors"},
+        | {"publishing", "sources", "vectors"},
         {"rich", "typer"},
     ),
     "api": (

@@ -195,6 +195,7 @@ def list_commands() -> typer.Typer:
     from atlas_cli.cli.inspect import inspect
     from atlas_cli.cli.merge import merge
     from atlas_cli.cli.negate import negate
+    from atlas_cli.cli.push import push
     from atlas_cli.cli.report import report
     from atlas_cli.cli.tta import tta
     from atlas_cli.cli.zoo import zoo
@@ -210,7 +211,7 @@ def list_commands() -> typer.Typer:
     )
     app.callback()(atlas)
     commands = (demo, evaluate, data, draw, finetune, extract, fit, negate, add, tta)
-    for command in (*commands, inspect, merge, export, zoo, report):
+    for command in (*commands, inspect, merge, export, push, zoo, report):
         name = "eval" if command is evaluate else command.__name__
         app.command(name, cls=Command)(command)
     return app

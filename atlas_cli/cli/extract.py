@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
+from atlas_cli.cli.push import upload
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from atlas_cli.vectors.targets import ExtractRequest
 
 
-def run(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
-    """Write every vector, and show each when it is complete."""
+def run(request: ExtractRequest, push: str | None, *, as_json: bool, quiet: bool) -> None:
+    """Write every vector, show each when it is complete, and publish them if asked to."""
 
     from atlas_cli.vectors.targets import resolve
 
@@ -28,6 +30,12 @@ def run(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
         raise UsageError("--json and -o - both write to stdout")
     if request.path == "-" and sys.stdout is not None and sys.stdout.isatty():
         raise UsageError("-o - writes a binary file: send it to a pipe or a file")
+    if push:
+        from atlas_cli.sources.hub import check_repository
+
+        check_repository(push, "--push ")
+        if request.path == "-":
+            raise UsageError("--push publishes files; name one with -o, not -")
     targets, source, finetuned = resolve(request)
 
     from atlas_cli.vectors.bases import open_base  # torch is slow: only with good inputs
@@ -51,14 +59,14 @@ def run(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
                 console.note(_in_words(result))
             if request.path != "-" and not as_json:
                 console.emit(result)
+    if push:
+        _push([target.path for target in targets if target.path], push, quiet=quiet)
     if as_json:
         console.emit({"atlas": __version__, "vectors": results}, as_json=True)
 
 
 def run_adapters(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
     """Write every adapter, and show each when it is complete."""
-
-    from pathlib import Path
 
     from atlas_cli.sources.locate import locate
     from atlas_cli.sources.references import parse_reference
@@ -100,6 +108,15 @@ def run_adapters(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None
             console.emit(made)
     if as_json:
         console.emit({"atlas": __version__, "adapters": results}, as_json=True)
+
+
+def _push(paths: list[Path], repository: str, *, quiet: bool) -> None:
+    from atlas_cli.publishing.publication import prepare
+
+    what = paths[0] if len(paths) == 1 else paths[0].parent
+    address = upload(prepare(paths, repository), f"atlas push {what} {repository}", quiet=quiet)
+    if not quiet:
+        console.note(f"pushed to {address}")
 
 
 def _in_words(result: Extracted) -> str:
@@ -154,6 +171,11 @@ Name = Annotated[
 ]
 
 
+Push = Annotated[
+    str | None, typer.Option(metavar="OWNER/NAME", help="Upload the vectors to the Hub, too.")
+]
+
+
 def extract(
     base: BaseModel,
     finetuned: Finetuned,
@@ -169,6 +191,7 @@ def extract(
     arch: Architecture = None,
     name: Name = None,
     force: Force = False,
+    push: Push = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -186,6 +209,8 @@ def extract(
         *(ignore or [], name, allow_global or [], arch, force, lora),
     )
     if lora is not None:
+        if push:
+            raise UsageError("--push publishes task vectors; atlas push publishes an adapter")
         run_adapters(request, as_json=as_json, quiet=quiet)
         return
-    run(request, as_json=as_json, quiet=quiet)
+    run(request, push, as_json=as_json, quiet=quiet)

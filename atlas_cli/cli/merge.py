@@ -15,13 +15,13 @@ from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.cli.push import EvaluationFile, read_evaluation_file, upload
+from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import (
         MergeEvent,
     )
-    from atlas_cli.merging.provenance import Evaluated
     from atlas_cli.recipes.merge import Merge
 
 RecipeFile = Annotated[
@@ -49,9 +49,6 @@ Schema = Annotated[
 ]
 Push = Annotated[
     str | None, typer.Option(metavar="OWNER/NAME", help="Upload the model to the Hub, too.")
-]
-EvaluationFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What atlas eval --json found, for the card.")
 ]
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Merge NaN and Inf instead of stopping.")
@@ -112,7 +109,7 @@ def merge(
     checked = _read_recipe(recipe, strict=strict)
     if max_rank is not None:
         checked = with_max_rank(checked, max_rank)
-    shown = _read_evaluation(evaluation) if evaluation else None
+    shown = read_evaluation_file(evaluation) if evaluation else None
     options = MergeOptions(
         *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads)
     )
@@ -138,8 +135,10 @@ def _size(option: str, text: str) -> int:
 
 
 def _check(push: str | None, explain: str | None) -> None:
-    if push and not re.fullmatch(r"[\w.-]+/[\w.-]+", push):
-        raise UsageError(f"--push {push}: expected OWNER/NAME")
+    if push:
+        from atlas_cli.sources.hub import check_repository
+
+        check_repository(push, "--push ")
     try:
         re.compile(explain or "")
     except re.error as problem:
@@ -147,10 +146,16 @@ def _check(push: str | None, explain: str | None) -> None:
 
 
 def _read_recipe(name: str, *, strict: bool) -> Merge:
+    from atlas_cli.publishing.fetch import HUB, read_published, with_own_files
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
     from atlas_cli.sources.vector_names import source_problems
 
-    return read_merge(*read_text(_recipe_of(name)), source_problems, strict=strict)
+    if name.startswith(HUB):
+        return read_merge(*read_published(name), source_problems, strict=strict)
+    text, where = read_text(_recipe_of(name))
+    if Path(name).is_dir():
+        text = with_own_files(text, Path(name))
+    return read_merge(text, where, source_problems, strict=strict)
 
 
 def _recipe_of(name: str) -> str:
@@ -165,17 +170,6 @@ def _recipe_of(name: str) -> str:
     if (folder / "metrics.jsonl").exists():
         raise UsageError(f"{name}: this run has learned nothing yet; --resume goes on with it")
     raise UsageError(f"{name}: is a folder without a recipe.yaml; name a recipe, or a run")
-
-
-def _read_evaluation(path: Path) -> Evaluated:
-    from atlas_cli.merging.provenance import read_evaluation
-
-    try:
-        return read_evaluation(path.read_text("utf-8"), str(path))
-    except FileNotFoundError as problem:
-        raise UsageError(f"--evaluation {path}: no such file") from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--evaluation {path}: cannot be read as UTF-8 text") from problem
 
 
 class _Listener(ExitStack):
@@ -230,12 +224,9 @@ def _show_schema() -> None:
 
 
 def _push(target: Path, repository: str, *, quiet: bool) -> None:
-    from atlas_cli.sources.hub import push_folder
+    from atlas_cli.publishing.publication import prepare
 
-    try:
-        address = push_folder(target, repository)
-    except AtlasError as problem:
-        way_out = f"hf upload {repository} {target}"
-        raise type(problem)(f"{problem}; {target} is complete: {way_out}") from problem
+    found = prepare([target], repository)
+    address = upload(found, f"atlas push {target} {repository}", quiet=quiet)
     if not quiet:
         console.note(f"pushed to {address}")

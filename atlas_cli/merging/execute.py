@@ -22,6 +22,7 @@ from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import StagingFolder, check_space, write_text
 from atlas_cli.merging.companions import write_companions
 from atlas_cli.merging.inputs import Inputs, open_inputs
+from atlas_cli.merging.model_card import Evaluated, Shown, card_text
 from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files
 from atlas_cli.merging.produce import (
     CPU,
@@ -33,10 +34,7 @@ from atlas_cli.merging.produce import (
 )
 from atlas_cli.merging.provenance import (
     MANIFEST,
-    Evaluated,
     Located,
-    Shown,
-    card_text,
     check_hashes,
     identity_of,
     lock_text,

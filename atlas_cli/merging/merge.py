@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.files import recover
+from atlas_cli.merging.model_card import Evaluated
 from atlas_cli.merging.provenance import (
     MANIFEST,
     TOKENIZER,
-    Evaluated,
     Located,
     origin_lines,
     tokenizer_of,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atlas_cli.errors import AtlasError, UnreachableError
+from atlas_cli.errors import AtlasError, UnreachableError, UsageError
 
 _TRIES = 3  # a connection can be cut in the middle of a large file
 _BRANCH = "main"
@@ -147,15 +148,28 @@ def _folder_of(path: Path, name: str) -> Path:
     return path.parents[len(Path(name).parts) - 1]
 
 
-def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository, which is made if need be, and give its address."""
-    from huggingface_hub import HfApi
+def check_repository(name: str, option: str = "") -> None:
+    """Raise UsageError, on behalf of an option, unless a repository can have this name."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UsageError(f"{option}{name}: expected OWNER/NAME")
 
+
+def push_files(
+    files: Mapping[str, Path | bytes], repository: str, message: str, *, private: bool = False
+) -> str:
+    """Upload files, or bytes under their names, in one commit, and give the repository's address.
+
+    The repository is made if need be; what else it holds stays.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    added = [
+        CommitOperationAdd(name, found if isinstance(found, bytes) else str(found))
+        for name, found in files.items()
+    ]
     try:
-        HfApi().create_repo(repository, exist_ok=True)
-        info = HfApi().upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}"
-        )
+        HfApi().create_repo(repository, exist_ok=True, private=private or None)
+        info = HfApi().create_commit(repository, added, commit_message=message)
     except _client_errors() as problem:
         raise _explained(problem, repository, None) from problem
     return str(info.repo_url)
