@@ -114,7 +114,7 @@ def _push(paths: list[Path], repository: str, *, quiet: bool) -> None:
     from atlas_cli.publishing.publication import prepare
 
     what = paths[0] if len(paths) == 1 else paths[0].parent
-    address = upload(prepare(paths, repository), f"atlas push {what} {repository}", quiet=quiet)
+    address = upload(prepare(paths, repository), f"atlas push {what} {repository}")
     if not quiet:
         console.note(f"pushed to {address}")
 

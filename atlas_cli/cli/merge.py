@@ -227,6 +227,6 @@ def _push(target: Path, repository: str, *, quiet: bool) -> None:
     from atlas_cli.publishing.publication import prepare
 
     found = prepare([target], repository)
-    address = upload(found, f"atlas push {target} {repository}", quiet=quiet)
+    address = upload(found, f"atlas push {target} {repository}")
     if not quiet:
         console.note(f"pushed to {address}")

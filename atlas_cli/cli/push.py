@@ -68,15 +68,15 @@ def push(
         _show_files(found)
         console.write(found.card)
         return
-    address = upload(found, f"atlas push {what} {repository}", private=private, quiet=quiet)
+    if not quiet:
+        console.note(f"uploading {len(found.files)} files, {found.bytes / 1e6:,.1f} MB")
+    address = upload(found, f"atlas push {what} {repository}", private=private)
     facts = {"atlas": __version__, "address": address, "kind": found.kind}
     console.emit({**facts, "files": sorted(found.files)} if as_json else address, as_json=as_json)
 
 
-def upload(found: Publication, again: str, *, private: bool = False, quiet: bool) -> str:
+def upload(found: Publication, again: str, *, private: bool = False) -> str:
     """Upload and give the address. What fails says how it is tried again."""
-    if not quiet:
-        console.note(f"uploading {len(found.files)} files, {found.bytes / 1e6:,.1f} MB")
     try:
         return found.push(private=private)
     except AtlasError as problem:

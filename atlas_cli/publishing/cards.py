@@ -150,15 +150,15 @@ def run_card(repository: str, run: Run, recipe: str, picture: str | None) -> Car
 
 def _own_results(run: Run) -> list[EvaluationResult]:
     """What the run measured of itself, as results; the split says on which images."""
-    last = list(run.scores.rows.items())[-1:] if run.scores and run.scores.is_accuracy else []
+    if run.scores is None or not run.scores.is_accuracy:
+        return []
+    method = str(run.config.get("recipe", {}).get("method", "learned"))
     on = {scores.task: scores.on for scores in run.classes}
-    found = []
-    for _, row in last:
-        for task, value in zip(run.tasks, row, strict=False):
-            if value is not None:
-                where = on.get(task, "the images it was selected by")
-                found.append(EvaluationResult(run.name, task, where, 0, value, value, value))
-    return found
+    return [
+        EvaluationResult(run.name, task, on.get(task, "selected by"), 0, value, value, value)
+        for task, value in zip(run.tasks, run.scores.rows.get(method, ()), strict=False)
+        if value is not None
+    ]
 
 
 # Models ---------------------------------------------------------------------------------------

@@ -371,7 +371,8 @@ def test_the_recipe_is_in_the_metadata_and_in_the_card(merge: Merge):
     assert kept == locked
     assert set(locked["locked"]) == {"./m1", "./m2"}
     card = (out / "README.md").read_text()
-    assert yaml.safe_load(card.split("---")[1]) == {"tags": ["merge", "atlas", "linear"]}
+    front = {"library_name": "transformers", "license": "unknown"}
+    assert yaml.safe_load(card.split("---")[1]) == front | {"tags": ["atlas", "merge", "linear"]}
     shown = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])
     assert shown == linear(1, 2)
 
