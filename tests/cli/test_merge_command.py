@@ -209,12 +209,15 @@ def test_push_uploads_every_file(run, recipe: Path, tmp_path: Path):
     assert (result.code, result.out) == (0, "out\n"), result.err
     assert result.err.startswith("atlas: pushed to ")
     wanted = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert server.files == {"owner/merged": wanted}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    card = server.files["owner/merged"].pop("README.md").decode()
+    assert server.files == {"owner/merged": {k: v for k, v in written.items() if k != "README.md"}}
+    assert "atlas inspect merged" in card, "the card says how the model is used under its name"
 
 
 def test_a_push_that_fails_keeps_the_model_and_says_so(run, recipe: Path, tmp_path: Path):
     online = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
     result = run("merge", recipe, "-o", "out", "--push", "owner/merged", **online)
     assert (result.code, len(result.error_lines)) == (3, 1), result.err
-    assert result.err.endswith("; out is complete: hf upload owner/merged out\n")
+    assert result.err.endswith("; nothing is lost: atlas push out owner/merged\n")
     assert (tmp_path / "out" / "model.safetensors").is_file()
