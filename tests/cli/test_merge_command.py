@@ -208,7 +208,6 @@ def test_push_uploads_every_file(run, recipe: Path, tmp_path: Path):
         result = run("merge", recipe, "-o", "out", "--push", "owner/merged", **online)
     assert (result.code, result.out) == (0, "out\n"), result.err
     assert result.err.startswith("atlas: pushed to ")
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     card = server.files["owner/merged"].pop("README.md").decode()
     assert server.files == {"owner/merged": {k: v for k, v in written.items() if k != "README.md"}}
