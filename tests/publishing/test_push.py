@@ -141,6 +141,11 @@ def test_a_vector_a_run_and_a_model_are_pushed_and_used_by_somebody_else(
     assert score["top1"] == top1
     _, fitting, _ = commands(vector["README.md"])
     assert fitting == "atlas fit photos/ --model owner/base --vectors hf://me/digits -o run"
+    done(second("fit", *FIT, *fitting.split()[3:]))
+    one, other = (
+        yaml.safe_load((place / "run/recipe.yaml").read_text()) for place in (home, there)
+    )
+    assert one["coefficients"] == other["coefficients"]
 
 
 def test_links_out_of_a_folder_and_what_is_not_there_are_refused(user, tmp_path: Path):
