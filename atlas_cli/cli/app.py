@@ -47,10 +47,10 @@ def run() -> None:
             signal.signal(signal.SIGTERM, _interrupt)
         code.append(main())
     except BaseException as problem:
-        if not _interrupts and not isinstance(problem, MemoryError):
-            raise
         if not _interrupts:
-            _say(f"error: {_NO_MEMORY}")
+            if (text := _of_system(problem)) is None:
+                raise
+            _say(f"error: {text}")
             code.append(1)
     if _interrupts and (not code or code[-1] == _INTERRUPTED):
         # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
@@ -147,10 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in problem.args:
             console.error(str(line))
         return problem.exit_code
-    except MemoryError:
-        console.error(_NO_MEMORY)
-        return 1
-    except (OSError, RuntimeError) as problem:
+    except (MemoryError, OSError, RuntimeError, ImportError) as problem:
         if (text := _of_system(problem)) is None:
             raise
         console.error(text)
@@ -166,12 +163,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-def _of_system(problem: OSError | RuntimeError) -> str | None:
+def _of_system(problem: BaseException) -> str | None:
     """One line for an error of the system that no closer place explains; None for our bugs."""
     said = str(problem)
+    if isinstance(problem, MemoryError):
+        return _NO_MEMORY
+    if isinstance(problem, ImportError) and not (problem.name or "").startswith("atlas_cli"):
+        return f"a library cannot be loaded: {said}"
     if isinstance(problem, OSError):
         named = problem.filename if isinstance(problem.filename, str) else "the system"
         return f"{named[:200]}: {problem.strerror or said}"
+    if not isinstance(problem, RuntimeError):
+        return None
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
     allocation = "can't allocate memory" in said or "not enough memory" in said

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,21 @@ import torch.nn.functional as F
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
-from atlas_cli.io.paths import inside
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import transformers_config
+from atlas_cli.models.open_clip_config import (
+    Tokenize,
+    check_config,
+    open_tokenizer,
+    quiet,
+    with_local_text,
+)
 from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
 from atlas_cli.parallel import choose_device
 from atlas_cli.sources.locate import Source, cache_folder
 from atlas_cli.sources.references import Reference, check_architecture
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
-Tokenize = Callable[[Sequence[str]], torch.Tensor]
 Warn = Callable[[str], None]
 _PROMPTS_AT_ONCE = 256
 _NAMES = {True: "QuickGELU", False: "GELU"}
@@ -81,7 +85,7 @@ def open_model(source: Source, opening: Opening | None = None) -> Clip:
     name = source.reference.text
     fill(module, tensors, name)
     module.eval().requires_grad_(False).to(device)
-    tokenize = _tokenizer(blueprint)
+    tokenize = open_tokenizer(blueprint.model, blueprint.folder)
     return Clip(name, module, preprocess, tokenize, blueprint, source, device)
 
 
@@ -154,6 +158,7 @@ def _from_open_clip(source: Source, config: Mapping[str, Any]) -> Blueprint:
         raise CheckpointError(f"{source.folder / 'open_clip_config.json'}: has no model_cfg")
     model = {"quick_gelu": False, **_table(config, "model_cfg")}
     preprocess = _table(config, "preprocess_cfg")
+    check_config(model, preprocess, str(source.folder / "open_clip_config.json"), source.size)
     _check_size(source, model, preprocess)
     return Blueprint(model, preprocess, source.folder)
 
@@ -166,10 +171,25 @@ def _from_transformers(source: Source, config: Mapping[str, Any]) -> Blueprint:
             f"{where}: has no preprocessor_config.json, so image size, mean and standard deviation "
             "are unknown; copy the one of its base model into the folder"
         )
-    model = transformers_config.model_config(config, where)
-    preprocess = transformers_config.preprocess_config(found, where)
+    model = _translated(transformers_config.model_config, config, where)
+    preprocess = _translated(transformers_config.preprocess_config, found, where)
+    check_config(model, preprocess, f"{where}: config.json", source.size)
     _check_size(source, model, preprocess)
     return Blueprint(model, preprocess, source.folder)
+
+
+def _translated(
+    translate: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    config: Mapping[str, Any],
+    where: str,
+) -> dict[str, Any]:
+    """What a configuration of transformers says in the words of open_clip."""
+    try:
+        return translate(config, where)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as problem:
+        raise CheckpointError(
+            f"{where}: its configuration lacks something or has it in another form: {problem!r}"
+        ) from problem
 
 
 def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -261,77 +281,20 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     """An open_clip model with untrained weights, and its evaluation transform."""
     from atlas_cli.models.open_clip_import import open_clip  # slow to import
 
-    model = _with_local_text(blueprint)
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    model = with_local_text(blueprint.model, blueprint.folder)
+    with tempfile.TemporaryDirectory() as folder, quiet():
         config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
         (Path(folder) / "open_clip_config.json").write_text(json.dumps(config), "utf-8")
         try:
             module, _, transform = open_clip.create_model_and_transforms(
                 f"local-dir:{folder}", load_weights=False, pretrained_text=False
             )
-        except (TypeError, KeyError, AssertionError, ValueError, RuntimeError) as problem:
+        except Exception as problem:  # of four libraries, for what a stranger wrote
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             raise CheckpointError(
-                f"open_clip cannot build this architecture: {problem}"
+                f"open_clip cannot build this architecture: {reason}"
             ) from problem
     return module, transform
-
-
-def _with_local_text(blueprint: Blueprint) -> dict[str, Any]:
-    """The configuration with a text tower's own files found beside it, if they are there."""
-    model = dict(blueprint.model)
-    text = dict(model.get("text_cfg", {}))
-    for key in ("hf_model_name", "hf_tokenizer_name"):
-        if blueprint.folder and (found := text_folder(blueprint.folder, text.get(key))):
-            text[key] = str(found.resolve())
-    model["text_cfg"] = text
-    return model
-
-
-def text_folder(home: Path, name: object) -> Path | None:
-    """The folder in that of a model which describes its text tower, if it has one of that name."""
-    if not name:
-        return None
-    found = inside(home, name, f"{home / 'open_clip_config.json'}")
-    return found if found.is_dir() else None
-
-
-def _tokenizer(blueprint: Blueprint) -> Tokenize:
-    from atlas_cli.models.open_clip_import import open_clip  # slow to import
-
-    text = _with_local_text(blueprint)["text_cfg"]
-    length = text.get("context_length", 77)
-    name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
-    if not name:
-        return open_clip.SimpleTokenizer(context_length=length, **options)  # type: ignore[no-any-return]
-    if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
-        raise CheckpointError(
-            f"{blueprint.folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, "
-            f"which atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
-        )
-    try:
-        with _quiet():  # code that comes with a tokenizer is never run
-            tokenize: Tokenize = open_clip.tokenizer.HFTokenizer(
-                name, context_length=length, trust_remote_code=False, **options
-            )
-    except (OSError, ValueError) as problem:
-        reason = str(problem).strip().splitlines()[0]
-        raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
-    return tokenize
-
-
-# What configurations of open_clip say of tokenizers of transformers.
-_TOKENIZER_OPTIONS = frozenset({"clean", "language", "strip_sep_token", "tokenizer_mode"})
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without open_clip's log lines: what matters in them, atlas checks and says itself."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 # Zero-shot head -------------------------------------------------------------------------------
@@ -342,21 +305,37 @@ def zero_shot_head(
 ) -> torch.Tensor:
     """The head's weights, (classes, width), from the cache if they are there."""
     path = cache_folder() / "heads" / f"{_key(clip, classes, templates)}.safetensors"
-    if path.is_file():
+    if os.path.lexists(path):
         try:
-            return open_safetensors(path)["weight"].read().to(clip.device)
+            return _kept_head(path, len(classes)).to(clip.device)
         except (CheckpointError, KeyError):
             warn(f"{path}: damaged, computed again")
     weight = compute_head(clip, classes, templates)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, {"weight": weight.cpu()})
+        write_tensors(path, {"weight": weight.cpu()}, {"sha256": _digest(weight)})
     except OSError as problem:
         warn(
             f"{path.parent}: cannot keep the zero-shot head: {problem.strerror}; "
             "set ATLAS_CACHE to a folder that can be written"
         )
     return weight
+
+
+def _kept_head(path: Path, classes: int) -> torch.Tensor:
+    """A head from the cache. Raises CheckpointError unless it is what was written there."""
+    weight = open_safetensors(path)["weight"].read()
+    sound = weight.dtype.is_floating_point and bool(weight.isfinite().all())
+    if not sound or weight.dim() != 2 or len(weight) != classes:
+        raise CheckpointError(f"{path}: is no head of {classes} classes")
+    if read_metadata(path).get("sha256") != _digest(weight):
+        raise CheckpointError(f"{path}: is not what was written")
+    return weight
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
 
 
 def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> torch.Tensor:
@@ -376,7 +355,11 @@ def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -
 
 
 def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
-    """A hash of all that decides the head: text tower, its configuration, names and templates."""
+    """A hash of all that decides the head: text tower, tokenizer, names and templates.
+
+    A tokenizer is known by its vocabulary and rules, and by what it makes of every name and of
+    every template once.
+    """
     digest = hashlib.sha256()
     for name, tensor in clip.module.state_dict().items():
         if not name.startswith("visual."):
@@ -384,4 +367,11 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
             digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
     text = {**clip.config, "vision_cfg": None}
     digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
+    inner: Any = getattr(clip.tokenize, "tokenizer", clip.tokenize)
+    rules = getattr(inner, "backend_tokenizer", None)
+    known = rules.to_str() if rules else getattr(inner, "encoder", None) or inner.get_vocab()
+    digest.update(json.dumps(known, sort_keys=True).encode())
+    probes = [templates[0].replace("{}", name) for name in classes]
+    tokens = clip.tokenize([*probes, *(text.replace("{}", classes[0]) for text in templates)])
+    digest.update(_digest(tokens).encode())
     return digest.hexdigest()

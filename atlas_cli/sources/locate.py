@@ -65,6 +65,11 @@ class Source:
     weights: tuple[Path, ...]
     commit: str | None = None
 
+    @property
+    def size(self) -> int:
+        """The bytes of all weight files."""
+        return sum(path.stat().st_size for path in self.weights)
+
     def config(self, name: str) -> dict[str, object] | None:
         """The JSON object in a configuration file beside the weights, or None without one."""
         path = self.folder / name

@@ -123,11 +123,11 @@ COMMANDS = (
 
 def write_inputs(folder: Path) -> None:
     """Everything that any of the commands reads."""
+    import subprocess
+
     import warm
     from conftest import write_images, write_open_clip
     from merge_runs import linear, llama, write_model, write_recipe
-
-    import subprocess
 
     for number in (1, 2):
         write_model(folder / f"m{number}", llama(number, layers=4, width=64), shards=2)

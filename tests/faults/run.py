@@ -241,7 +241,7 @@ def _look_for_left_overs(folder: Path, outcome: Outcome) -> None:
 
 
 def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
-    """No process still has this folder as its own; workers notice the end of their parent in 5 s."""
+    """No process still has this folder as its own; workers notice within 5 s that they are alone."""
     deadline = time.monotonic() + 30
     while orphans := _processes_in(folder):
         if time.monotonic() > deadline:
