@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import logging
 import math
 import re
 import warnings
@@ -294,7 +295,10 @@ def _raster_formats() -> tuple[str, ...]:
     for name in _FORMATS.values():
         with suppress(ImportError):
             importlib.import_module(f"PIL.{name}ImagePlugin")
+    # What Pillow has to say of a damaged file is either an exception or no matter.
+    warnings.filterwarnings("ignore", module="PIL")
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see _PIXELS
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 

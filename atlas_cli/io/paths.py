@@ -36,6 +36,8 @@ def is_plain(name: object) -> bool:
     if not isinstance(name, str) or not name or "\\" in name or not name.isprintable():
         return False
     path = PurePosixPath(name)
+    if len(name) > 1000 or any(len(part) > 200 for part in path.parts):
+        return False
     return not path.is_absolute() and ".." not in path.parts and not Path(name).drive
 
 

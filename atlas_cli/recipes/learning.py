@@ -342,7 +342,7 @@ class AddRecipe(LearnRecipe):
     ] = "labels"
     init: Annotated[
         Number,
-        expect(math.isfinite, "expected a finite number"),
+        expect(lambda value: abs(value) < math.inf, "expected a finite number"),
         about("Coefficients at the start; 0, for `entropy` 0.3."),
     ] = 0.0
     clamp: Annotated[

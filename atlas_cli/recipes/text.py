@@ -33,7 +33,7 @@ def parse_shots(text: str | int | float) -> int | float | None:
         return None
     try:
         number = float(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0
     if 0 < number < 1:
         return number

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
+from atlas_cli.io.paths import is_plain
 
 _TRIES = 3  # a connection can be cut in the middle of a large file
 _BRANCH = "main"
@@ -63,7 +64,11 @@ def ask(repository: str, revision: str | None) -> Snapshot:
         info = HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT)
     except _client_errors() as problem:
         raise _explained(problem, repository, revision) from problem
+    except Exception as problem:  # the client trusts what the Hub answers
+        raise _strange(problem, repository) from problem
     files = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+    if strange := [name for name in files if not is_plain(name)]:
+        raise UnreachableError(f"{repository}: lists a file outside its folder: {strange[0]}")
     if not files:
         raise UnreachableError(f"{repository}: is an empty repository")
     return Snapshot(repository, str(info.sha), files)
@@ -78,6 +83,8 @@ def ask_collection(slug: str) -> list[tuple[str, str]]:
         found = HfApi().get_collection(slug)
     except _client_errors() as problem:
         raise _explained(problem, slug, None, "collection") from problem
+    except Exception as problem:
+        raise _strange(problem, slug) from problem
     return [(item.item_type, item.item_id) for item in found.items]
 
 
@@ -140,6 +147,8 @@ def _download(snapshot: Snapshot, name: str) -> Path:
             if attempt == _TRIES - 1 or not _is_cut(problem):
                 called = revision if revision != _BRANCH else None
                 raise _explained(problem, repository, called, cache=snapshot.cache) from problem
+        except Exception as problem:
+            raise _strange(problem, repository) from problem
     raise AssertionError("the last try either returned or raised")
 
 
@@ -173,6 +182,16 @@ def push_files(
     except _client_errors() as problem:
         raise _explained(problem, repository, None) from problem
     return str(info.repo_url)
+
+
+def _strange(problem: Exception, repository: str) -> AtlasError:
+    from huggingface_hub import constants
+
+    said = (str(problem).splitlines() or [""])[0][:100]
+    return UnreachableError(
+        f"{repository}: {constants.ENDPOINT} answers as no Hub does "
+        f"({type(problem).__name__}: {said})"
+    )
 
 
 # What the client raises -----------------------------------------------------------------------

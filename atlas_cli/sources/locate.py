@@ -169,6 +169,8 @@ def from_snapshot(
     if beside and any(fnmatch.fnmatchcase(n, p) for n in snapshot.files for p in beside):
         snapshot.fetch(beside)
     weights = tuple(folder / name for name in members)
+    for path in weights:
+        _verify(path)
     return Source(reference, weights[0].parent, weights, commit=snapshot.commit)
 
 
@@ -264,6 +266,28 @@ def named_sha256(path: Path) -> str | None:
         if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
             return blob.name
     return None
+
+
+def _verify(path: Path) -> None:
+    """Raise UnreachableError, and drop a file, whose bytes are not those that the Hub named.
+
+    A file that has been looked at is known by its size and times.
+    """
+    named = named_sha256(path)
+    if named is None:
+        return
+    stats = stat_files([path])
+    found = load_digests("files", stats, [path.name])
+    if not found:
+        found = {path.name: CachedDigest(sha256_of(path))}
+        save_digests("files", stats, found)
+    if found[path.name].digest != named:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise UnreachableError(
+            f"{path.name}: what arrived is not what the Hub named: sha256 "
+            f"{found[path.name].digest[:12]}..., expected {named[:12]}...; it is dropped, try again"
+        )
 
 
 def digest_kind(path: Path) -> str:

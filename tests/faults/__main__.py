@@ -64,7 +64,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="seed of the first fault, with --only")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--log", type=Path, help="a JSON line for every fault")
+    parser.add_argument("--table", type=Path, help="print the table of a log, and run nothing")
     given = parser.parse_args()
+    if given.table:
+        facts = [json.loads(line) for line in given.table.read_text().splitlines()]
+        print(table([run.Outcome(**one) for one in facts]))
+        return 0
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -92,7 +97,10 @@ def main() -> int:
 
         def do(job: tuple[int, tuple[str, int]]) -> None:
             number, (kind, seed) = job
-            outcome = run.one_fault(kind, seed, known, inputs, place / f"fault{number}")
+            try:
+                outcome = run.one_fault(kind, seed, known, inputs, place / f"fault{number}")
+            except Exception as problem:  # a fault of the harness must not hide the others
+                outcome = run.Outcome(kind, "harness", repr(problem), seed, wrong=["harness"])
             outcomes.append(outcome)
             facts = {**asdict(outcome), "err": outcome.err[-2000:]}
             if log:

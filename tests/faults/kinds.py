@@ -311,7 +311,8 @@ def lying_hub(dice: random.Random, seconds: float) -> Fault:
             server.shutdown()
             server.server_close()
 
-    command = next(one for one in COMMANDS if one.name == dice.choice(("inspect", "eval")))
+    wanted = dice.choice(("inspect", "eval"))
+    command = next(one for one in COMMANDS if one.name == wanted)
     fault = Fault(command, "any answer to anything")
     fault.surroundings = served  # type: ignore[assignment]
     given = [

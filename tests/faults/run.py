@@ -119,6 +119,7 @@ def one_fault(
     folder = fresh(inputs, place)
     outcome = Outcome(kind, fault.command.name, fault.detail, seed)
     fault.before(folder)
+    outcome.detail = fault.detail
     around = fault.surroundings if not callable(fault.surroundings) else fault.surroundings(folder)
     with around or nullcontext({}) as more:
         _happen(fault, folder, more, outcome)
@@ -176,7 +177,8 @@ def _judge(
     if fault.harmless and outcome.code != 0:
         outcome.lost.append(f"exit code {outcome.code} for a fault that costs nothing")
     _compare(fault, outcome, expected, target)
-    if outcome.code not in (-9, -1) and not fault.stopped:
+    cannot = "unlink" in fault.detail or "is in the way" in outcome.err  # and so it is told
+    if outcome.code not in (-9, -1) and not fault.stopped and not cannot:
         _look_for_left_overs(folder, outcome)
 
 
@@ -241,7 +243,7 @@ def _look_for_left_overs(folder: Path, outcome: Outcome) -> None:
 
 
 def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
-    """No process still has this folder as its own; workers notice within 5 s that they are alone."""
+    """No process still has this folder as its own; workers notice in 5 s that they are alone."""
     deadline = time.monotonic() + 30
     while orphans := _processes_in(folder):
         if time.monotonic() > deadline:

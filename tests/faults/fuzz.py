@@ -1,0 +1,456 @@
+"""Mutated files for every reader: `python -m tests.faults.fuzz --minutes 6 --seed 0`.
+
+A reader gives a value or raises an AtlasError. Anything else is a finding: another exception, more
+than ten seconds, a gigabyte of memory, a program, a socket, a write. Inputs that were found are
+kept in tests/faults/corpus/TARGET/ and read again by tests/test_corpus.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CORPUS = Path(__file__).parent / "corpus"
+LONGEST, MOST = 10, 1 << 30  # seconds of an input, bytes of growth
+TARGETS: dict[str, tuple[Callable[[bytes, Path], Any], Callable[[], list[bytes]]]] = {}
+_events: list[str] = []
+
+
+def target(seeds: Callable[[], list[bytes]]):
+    def register(read: Callable[[bytes, Path], Any]):
+        TARGETS[read.__name__] = (read, seeds)
+        return read
+
+    return register
+
+
+def _texts(*texts: str) -> Callable[[], list[bytes]]:
+    return lambda: [text.encode() for text in texts]
+
+
+# Readers --------------------------------------------------------------------------------------
+
+MERGE = """merge_method: ties
+base_model: builtin:tiny
+models:
+  - {model: builtin:tiny, parameters: {weight: [0.1, 1e3], density: 0.5}}
+  - &m {model: ./other, parameters: {weight: {filter: attn, value: 2}}}
+parameters: {lambda: 1.0, normalize: true}
+dtype: float32
+"""
+LOCK = """merge_method: linear
+models: [{model: a/b@0123456789, parameters: {weight: 1}}]
+locked:
+  a/b@0123456789: {sha256: {model.safetensors: "00"}, commit: "0123"}
+"""
+LEARNED = """merge_method: atlas
+base_model: builtin:tiny
+vectors: [{name: a, file: builtin:digits, sha256: "00"}]
+coefficients: {a: {visual.proj: 0.5, visual.ln_post.weight: -1e-3}}
+granularity: partition:3
+"""
+FIT = "model: builtin:tiny\nvectors: [builtin:all]\ndata: photos\nshots: 0.5\nlr: 1e-1\ngroups: ['a(b)']\n"
+
+
+@target(_texts(MERGE, LOCK, LEARNED))
+def merge_recipe(content: bytes, folder: Path) -> Any:
+    from atlas_cli.recipes.merge import read_merge
+
+    return read_merge(content.decode("utf-8", "replace"), "recipe")
+
+
+@target(_texts(FIT, FIT + "select: 'val:x'\npenalty: l1:0.1\nmemory: 2GiB\n"))
+def learning_recipe(content: bytes, folder: Path) -> Any:
+    from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.model import read_recipe
+
+    return read_recipe(FitRecipe, content.decode("utf-8", "replace"))
+
+
+def _vectors() -> list[bytes]:
+    from atlas_cli.sources.references import vector_file
+
+    whole = vector_file("builtin:digits").read_bytes()
+    small = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    return [len(small).to_bytes(8, "little") + small + bytes(8), whole[:30_000]]
+
+
+@target(_vectors)
+def weights(content: bytes, folder: Path) -> Any:
+    from atlas_cli.io.checkpoint import open_safetensors
+
+    path = folder / "w.safetensors"
+    path.write_bytes(content)
+    return [tensor.read().shape for tensor in open_safetensors(path).values()]
+
+
+@target(lambda: [_vectors()[1], Path(_digits()).read_bytes()])
+def task_vector(content: bytes, folder: Path) -> Any:
+    from atlas_cli.vectors.format import open_vector
+
+    path = folder / "v.safetensors"
+    path.write_bytes(content)
+    return open_vector(path)
+
+
+def _digits() -> str:
+    from atlas_cli.sources.references import vector_file
+
+    return str(vector_file("builtin:digits"))
+
+
+INDEX = json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "w.safetensors"}})
+
+
+@target(_texts(INDEX))
+def index(content: bytes, folder: Path) -> Any:
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    (folder / "w.safetensors").write_bytes(_vectors()[0])
+    return locate(parse_reference(str(folder))).provenance()
+
+
+def _config() -> list[bytes]:
+    from atlas_cli.sources.references import builtin_model
+
+    return [(builtin_model("tiny") / "open_clip_config.json").read_bytes()]
+
+
+@target(_config)
+def model_config(content: bytes, folder: Path) -> Any:
+    from atlas_cli.models.clip import build, read_blueprint
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+
+    (folder / "open_clip_config.json").write_bytes(content)
+    (folder / "open_clip_model.safetensors").write_bytes(_vectors()[0])
+    blueprint = read_blueprint(locate(parse_reference(str(folder))))
+    return build(blueprint)
+
+
+TRANSFORMERS = {
+    "model_type": "clip",
+    "projection_dim": 32,
+    "vision_config": {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+        "image_size": 32,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+        "num_hidden_layers": 1,
+    },
+    "text_config": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "gelu",
+        "num_hidden_layers": 1,
+    },
+}
+
+
+@target(lambda: [json.dumps(TRANSFORMERS).encode()])
+def transformers_config(content: bytes, folder: Path) -> Any:
+    from atlas_cli.models.clip import read_blueprint
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.references import parse_reference
+
+    (folder / "config.json").write_bytes(content)
+    mean = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": 32, "crop_size": 32}
+    (folder / "preprocessor_config.json").write_text(json.dumps(mean))
+    (folder / "model.safetensors").write_bytes(_vectors()[0])
+    return read_blueprint(locate(parse_reference(str(folder))))
+
+
+@target(_texts("path,label,split\na.png,cat,test\nb.png,dog,test\n", "path\na.png\n"))
+def table(content: bytes, folder: Path) -> Any:
+    from atlas_cli.datasets import folders  # noqa: F401
+    from atlas_cli.datasets.dataset import open_dataset
+
+    (folder / "t.csv").write_bytes(content)
+    return open_dataset(f"csv:{folder}/t.csv")
+
+
+@target(_texts("a photo of a {}.\n{}\n", "cat\ndog\n"))
+def names_and_templates(content: bytes, folder: Path) -> Any:
+    from atlas_cli.datasets import folders  # noqa: F401
+    from atlas_cli.datasets.dataset import open_dataset
+    from atlas_cli.errors import AtlasError
+
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "a.png").touch()
+    found = []
+    for name in ("classnames.txt", "templates.txt"):
+        (folder / "classnames.txt").unlink(missing_ok=True)
+        (folder / name).write_bytes(content)
+        try:
+            found.append(open_dataset(str(folder)))
+        except AtlasError as problem:
+            found.append(problem)
+    return found
+
+
+def _images() -> list[bytes]:
+    from PIL import Image
+
+    made = []
+    picture = Image.effect_noise((40, 30), 90).convert("RGB")
+    for kind in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"):
+        file = io.BytesIO()
+        picture.save(file, kind)
+        made.append(file.getvalue())
+    return made
+
+
+@target(_images)
+def image(content: bytes, folder: Path) -> Any:
+    from atlas_cli.datasets.dataset import decode
+
+    path = folder / "x.png"
+    path.write_bytes(content)
+    return decode(path)
+
+
+def _pickles() -> list[bytes]:
+    import torch
+
+    made = []
+    for legacy in (False, True):
+        file = io.BytesIO()
+        torch.save(
+            {"state_dict": {"a": torch.ones(2, 2), "b": torch.zeros(3, dtype=torch.float16)}},
+            file,
+            _use_new_zipfile_serialization=not legacy,
+        )
+        made.append(file.getvalue())
+    return made
+
+
+@target(_pickles)
+def pickle(content: bytes, folder: Path) -> Any:
+    from atlas_cli.io.pickles import open_pickle
+
+    path = folder / "w.pt"
+    path.write_bytes(content)
+    return [tensor.read().shape for tensor in open_pickle(path, allow=()).values()]
+
+
+RESULT = json.dumps(
+    {
+        "atlas": "0.1",
+        "unit": "percent",
+        "models": [{"reference": "m", "sha256": {"f": "00"}}],
+        "results": [
+            {
+                "model": "m",
+                "data": "d",
+                "split": "test",
+                "images": 3,
+                "skipped": 0,
+                "top1": 50.0,
+                "low": 10.0,
+                "high": 90.0,
+            }
+        ],
+    }
+)
+
+
+@target(_texts(RESULT))
+def evaluation(content: bytes, folder: Path) -> Any:
+    from atlas_cli.merging import provenance
+
+    return provenance.read_evaluation(content.decode("utf-8", "replace"), "result")
+
+
+# Mutations ------------------------------------------------------------------------------------
+
+ODD = [
+    b"null",
+    b"[]",
+    b"{}",
+    b"-1",
+    b"0",
+    b"1e309",
+    b"NaN",
+    b"9" * 400,
+    b'""',
+    b"\\u0000",
+    b"\xff",
+    b"../",
+    b"/etc/passwd",
+    b"\x00",
+    b"true",
+    b"1.5",
+    b"{{",
+    b"}}",
+    b"*",
+    b"&a",
+    b"!!int ",
+    b"\n",
+    b"\x1b[31m",
+    b"\xf0\x9f\x90\xb1",
+    b"(a|a)*$",
+]
+
+
+def mutated(content: bytes, dice: random.Random, others: list[bytes]) -> bytes:
+    """A few random changes: bits, cuts, copies, odd values in the place of words."""
+    made = bytearray(content)
+    for _ in range(dice.choice((1, 1, 2, 4, 8))):
+        place = (
+            dice.randrange(len(made) + 1)
+            if dice.random() < 0.5
+            else dice.randrange(min(len(made), 300) + 1)
+        )
+        length = int(2 ** dice.uniform(0, 6))
+        how = dice.randrange(7)
+        if how == 0 and made:
+            made[place % len(made)] ^= 1 << dice.randrange(8)
+        elif how == 1:
+            del made[place : place + length]
+        elif how == 2:
+            made[place:place] = made[place : place + length] * dice.randint(1, 4)
+        elif how == 3:
+            made[place : place + dice.randint(0, 8)] = dice.choice(ODD)
+        elif how == 4:
+            made[place : place + length] = dice.randbytes(length)
+        elif how == 5:
+            other = dice.choice(others)
+            start = dice.randrange(len(other) + 1)
+            made[place:place] = other[start : start + length]
+        else:
+            word = _word_at(made, place)
+            made[word[0] : word[1]] = dice.choice(ODD)
+    return bytes(made)
+
+
+def _word_at(content: bytearray, place: int) -> tuple[int, int]:
+    start = stop = place
+    while start > 0 and chr(content[start - 1]).isalnum():
+        start -= 1
+    while stop < len(content) and chr(content[stop]).isalnum():
+        stop += 1
+    return start, stop
+
+
+# Running --------------------------------------------------------------------------------------
+
+
+def problem_with(name: str, content: bytes, folder: Path) -> str | None:
+    """What is wrong with how a reader takes an input; None if all is well."""
+    from atlas_cli.errors import AtlasError
+
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    _events.clear()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.alarm(LONGEST)
+    try:
+        TARGETS[name][0](content, folder)
+    except AtlasError:
+        pass
+    except _Late:
+        return f"more than {LONGEST} s"
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"[:300]
+    finally:
+        signal.alarm(0)
+    if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 > MOST:
+        return "more than a gigabyte"
+    strange = [
+        event
+        for event in _events
+        if str(folder) not in event and tempfile.gettempdir() not in event
+    ]
+    return f"did {strange[0]}" if strange else None
+
+
+class _Late(BaseException):
+    pass
+
+
+def _late(number: int, frame: object) -> None:
+    raise _Late
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.system", "socket.connect", "os.exec", "os.fork"):
+        _events.append(f"{event} {arguments}")
+    elif (
+        event == "open"
+        and isinstance(arguments[2], int)
+        and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    ):
+        if "__pycache__" not in str(arguments[0]) and str(arguments[0]) != os.devnull:
+            _events.append(f"write {arguments[0]}")
+
+
+def fuzz(name: str, seconds: float, seed: int, folder: Path) -> tuple[int, dict[str, bytes]]:
+    """Try mutated inputs for so many seconds of this process; how many, and what was found."""
+    dice = random.Random(f"{seed} {name}")
+    corpus = [*TARGETS[name][1](), *(p.read_bytes() for p in sorted((CORPUS / name).glob("*")))]
+    found: dict[str, bytes] = {}
+    tried, start = 0, time.process_time()
+    while time.process_time() - start < seconds:
+        content = mutated(dice.choice(corpus), dice, corpus)
+        tried += 1
+        if problem := problem_with(name, content, folder):
+            kind = problem[:60]
+            if kind not in found or len(content) < len(found[kind]):
+                found[kind] = content
+                print(f"{name}: {problem}", file=sys.stderr, flush=True)
+    return tried, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of the processor, per target")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", choices=TARGETS, action="append")
+    parser.add_argument("--keep", action="store_true", help="keep what is found in the corpus")
+    given = parser.parse_args()
+    signal.signal(signal.SIGALRM, _late)
+    with tempfile.TemporaryDirectory() as name:  # libraries that are imported may do anything
+        for one, (_, seeds) in TARGETS.items():
+            for content in seeds():
+                problem_with(one, content, Path(name))
+    sys.addaudithook(_hook)
+    print("| reader | inputs | CPU seconds | findings |\n| --- | ---: | ---: | ---: |")
+    worst = 0
+    with tempfile.TemporaryDirectory(prefix="atlas-fuzz-") as name:
+        os.environ["ATLAS_CACHE"] = str(Path(name) / "cache")
+        folder = Path(name) / "input"
+        folder.mkdir()
+        for one in given.target or TARGETS:
+            start = time.process_time()
+            tried, found = fuzz(one, given.minutes * 60, given.seed, folder)
+            print(
+                f"| {one} | {tried} | {time.process_time() - start:.0f} | {len(found)} |",
+                flush=True,
+            )
+            worst += len(found)
+            for content in found.values() if given.keep else ():
+                (CORPUS / one).mkdir(parents=True, exist_ok=True)
+                (CORPUS / one / hashlib.sha256(content).hexdigest()[:16]).write_bytes(content)
+    return 1 if worst else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
