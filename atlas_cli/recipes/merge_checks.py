@@ -200,9 +200,9 @@ def _model_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[st
         if key in found:
             yield f": '{key}' belongs to merge_method atlas"
     groups = list(groups_of(found))
-    named = {str(e.get("model")) for group in groups for e in group.listed}
-    named.add(str(found.get("base_model")))
-    yield from tokenizer_problems(found, [name for name in named if isinstance(name, str)])
+    models = [entry.get("model") for group in groups for entry in group.listed]
+    named = {name for name in (*models, found.get("base_model")) if isinstance(name, str)}
+    yield from tokenizer_problems(found, list(named))
     for source, where in tokenizer_sources(found):
         yield from _reference_problems(source, where, check)
     yield from _choice_problems(found, "")

@@ -1,6 +1,6 @@
 """Print a table of faults: `python -m tests.faults --count 1000 --seed 0`.
 
-Every fault has a seed of its own, with which it can be repeated: `--only KIND --first SEED --count 1`.
+Every fault has a seed of its own, to repeat it: `--only KIND --first SEED --count 1`.
 """
 
 from __future__ import annotations

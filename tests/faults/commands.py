@@ -1,4 +1,4 @@
-"""The commands that faults happen to: their inputs, their command lines, and what they must give."""
+"""The commands that faults happen to: inputs, command lines, and what they must give."""
 
 from __future__ import annotations
 

@@ -61,7 +61,13 @@ vectors: [{name: a, file: builtin:digits, sha256: "00"}]
 coefficients: {a: {visual.proj: 0.5, visual.ln_post.weight: -1e-3}}
 granularity: partition:3
 """
-FIT = "model: builtin:tiny\nvectors: [builtin:all]\ndata: photos\nshots: 0.5\nlr: 1e-1\ngroups: ['a(b)']\n"
+FIT = """model: builtin:tiny
+vectors: [builtin:all]
+data: photos
+shots: 0.5
+lr: 1e-1
+groups: ['a(b)']
+"""
 
 
 @target(_texts(MERGE, LOCK, LEARNED))
@@ -394,12 +400,15 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("subprocess.Popen", "os.system", "socket.connect", "os.exec", "os.fork"):
         _events.append(f"{event} {arguments}")
     elif (
-        event == "open"
-        and isinstance(arguments[2], int)
-        and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        and "__pycache__" not in str(arguments[0])
+        and str(arguments[0]) != os.devnull
     ):
-        if "__pycache__" not in str(arguments[0]) and str(arguments[0]) != os.devnull:
-            _events.append(f"write {arguments[0]}")
+        _events.append(f"write {arguments[0]}")
 
 
 def fuzz(name: str, seconds: float, seed: int, folder: Path) -> tuple[int, dict[str, bytes]]:

@@ -201,11 +201,11 @@ def _compare(fault: Fault, outcome: Outcome, expected: Clean, target: Path | Non
         wrong = [name for name, one in expected.files.items() if found.get(name) != one]
         if wrong:
             outcome.lost.append(f"another result: {wrong[0]}")
-    elif outcome.code != 0 and not fault.command.again and not fault.twin and not fault.shut:
-        if digests(target) and any(
-            digests(target).get(n) != one for n, one in expected.files.items()
-        ):
-            outcome.lost.append("something half-written looks whole")
+        return
+    alone = not (fault.command.again or fault.twin or fault.shut)
+    found = digests(target) if outcome.code != 0 and alone else {}
+    if found and any(found.get(name) != one for name, one in expected.files.items()):
+        outcome.lost.append("something half-written looks whole")
 
 
 def _go_on(fault: Fault, outcome: Outcome, expected: Clean, target: Path, folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import write_open_clip
+from safetensors.torch import save_file
 
 from atlas_cli.models.clip import Clip, compute_head, open_model, zero_shot_head
 from atlas_cli.models.open_clip_import import import_open_clip
@@ -67,3 +69,37 @@ def test_a_damaged_head_is_computed_again_and_said(clip: Clip):
     assert len(said) == 1
     assert "damaged" in said[0]
     assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, silent))
+
+
+def test_another_tokenizer_makes_another_head(clip: Clip):
+    """Same text tower, same configuration, other tokens."""
+    first = zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+
+    class Shifted:
+        encoder = {"a": 1}
+
+        def __call__(self, texts: list[str]) -> torch.Tensor:
+            tokens = clip.tokenize(texts)
+            return torch.where(tokens > 0, (tokens + 7) % 49408, tokens)
+
+    other = zero_shot_head(
+        dataclasses.replace(clip, tokenize=Shifted()), CLASSES, TEMPLATES, silent
+    )
+    assert len(heads()) == 2
+    assert not torch.equal(first, other)
+
+
+def test_a_head_that_is_not_what_was_written_is_computed_again(clip: Clip):
+    first = zero_shot_head(clip, CLASSES, TEMPLATES, silent)
+    path = heads()[0]
+    damages = (first * float("nan"), first[:3], first[0], first * 2, first.long())
+    for damaged in damages:
+        save_file({"weight": damaged.contiguous()}, path, {"sha256": "0" * 64})
+        said: list[str] = []
+        assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, said.append))
+        assert said == [f"{path}: damaged, computed again"]
+    path.unlink()
+    path.symlink_to(path)
+    said = []
+    assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, said.append))
+    assert len(said) == 1
