@@ -41,6 +41,7 @@ def run() -> None:
     gc.set_threshold(_OBJECTS)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads have nothing to do here
     _open_streams()
+    sys.unraisablehook = lambda problem: None  # of a finalizer, on which no result depends
     try:
         signal.signal(signal.SIGINT, _interrupt)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

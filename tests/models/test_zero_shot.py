@@ -76,7 +76,7 @@ def test_another_tokenizer_makes_another_head(clip: Clip):
     first = zero_shot_head(clip, CLASSES, TEMPLATES, silent)
 
     class Shifted:
-        encoder = {"a": 1}
+        encoder = "another"
 
         def __call__(self, texts: list[str]) -> torch.Tensor:
             tokens = clip.tokenize(texts)
