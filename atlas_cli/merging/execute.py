@@ -51,7 +51,6 @@ from atlas_cli.parallel import ThreadPool
 from atlas_cli.recipes.merge import Merge
 from atlas_cli.vectors.gather import GatheredVector
 
-_HASHERS = 2
 _KEY = "atlas_recipe"
 _DIFFUSERS = "diffusion_pytorch_model"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -185,7 +184,8 @@ def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count
     request, plan = prepared.request, prepared.plan
     merge, located, target = request.merge, request.located, request.target
     check_space(target, plan.bytes)
-    with ThreadPoolExecutor(_HASHERS) as pool:
+    # One more waits for all the others.
+    with ThreadPoolExecutor(1 + request.limits.threads) as pool:
         taken = pool.submit(take_hashes, merge, located, pool)
         if merge.recipe.locked:
             check_hashes(merge, taken.result())

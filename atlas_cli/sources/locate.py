@@ -52,7 +52,7 @@ COMPANION_FILES = (
     *("LICENSE*", "NOTICE*"),
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_WINDOW = 16 << 20  # bytes of a file that are read at a time
+_WINDOW = 1 << 18  # bytes of a file that are hashed at a time: they stay in the cache of a core
 _LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model has some thousand
 
 
@@ -235,10 +235,13 @@ def sha256_of(path: Path) -> str:
 
 
 def blake3_of(path: Path) -> str:
-    """The BLAKE3 of a file's bytes, in hexadecimal; computed on all cores."""
+    """The BLAKE3 of a file's bytes, in hexadecimal.
+
+    Several files are hashed at a time, each by one thread: threads that share a file cost more.
+    """
     from blake3 import blake3
 
-    return _hashed(path, blake3(max_threads=blake3.AUTO))
+    return _hashed(path, blake3())
 
 
 def _hashed(path: Path, found: Any) -> str:
