@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "reports": (
-        {"core", "io", "learning", "models", "recipes", "sources", "vectors"},
+        {"core", "datasets", "io", "learning", "models", "recipes", "sources", "vectors"},
         {"altair", "vl_convert"},
     ),
     "publishing": (

@@ -11,9 +11,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
@@ -24,11 +24,10 @@ from atlas_cli.io.paths import read_regular
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from atlas_cli.learning.events import Event
-
 
 CLOSED = "stdout was closed before everything was written"
 _LAYOUT = "\n\t"
+_said = [0.0]  # when stderr was last written
 _PIECE = 1 << 15  # half of what a pipe holds
 _FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
 
@@ -59,7 +58,7 @@ def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
 
     rows = [{name: printable(cell) for name, cell in row.items()} for row in rows]
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=no_color(), width=_width())
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
     drawn = _side_by_side if least <= console.width else _below_each_other
     console.print(drawn(columns, rows, caption))
@@ -161,6 +160,12 @@ def say(text: str) -> None:
         if sys.stderr is not None:
             sys.stderr.write(f"{printable(text, _LAYOUT)}\n")
             sys.stderr.flush()
+            _said[0] = time.monotonic()
+
+
+def last_said() -> float:
+    """When the last message was written, by the monotonic clock."""
+    return _said[0]
 
 
 def note(text: str) -> None:
@@ -178,6 +183,11 @@ def warn(text: str) -> None:
     note(f"warning: {text}")
 
 
+def warner(*, quiet: bool) -> Callable[[str], None]:
+    """What writes warnings, or nothing if it is to be quiet."""
+    return (lambda text: None) if quiet else warn
+
+
 def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
     """Write rows to stderr, one line each, in columns."""
     if sys.stderr is None:
@@ -190,46 +200,8 @@ def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
         say(f"  {'  '.join(cells).rstrip()}")
 
 
-@contextmanager
-def progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; the function given moves it on. None without a terminal."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True, no_color=_no_color()), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def training(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar of steps: a text about the last one, images per second, the time left.
-
-    The function given takes the text and the number of images of a step.
-    """
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda text, images: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    speed = "{task.fields[rate]:.0f} images/s"
-    columns = ("learning", BarColumn(), "{task.completed}/{task.total}", "{task.fields[text]}")
-    console = Console(stderr=True, no_color=_no_color())
-    with Progress(*columns, TextColumn(speed), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("learning", total=total, text="", rate=0.0)
-
-        def show(text: str, images: int) -> None:
-            steps = bar.tasks[0].speed or 0.0
-            bar.update(task, advance=1, text=text, rate=steps * images)
-
-        yield show
-
-
-def _no_color() -> bool | None:
+def no_color() -> bool | None:
+    """Whether colours are unwanted; None leaves that to the terminal."""
     return bool(os.environ.get("NO_COLOR")) or None
 
 
@@ -334,70 +306,3 @@ def interrupted_once() -> Iterator[None]:
 def ignore_interrupts() -> None:
     """Ignore interrupts from now on. One that is pending is raised here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-# Runs ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How a result is shown, and how much is said on the way."""
-
-    as_json: bool = False
-    quiet: bool = False
-
-
-class ConsoleListener:
-    """Shows what happens in a run on stderr, and asks it to stop when the user interrupts it."""
-
-    def __init__(self, output: OutputOptions) -> None:
-        self._output = output
-        self._training = ExitStack()
-        self._advance: Callable[[str, int], None] = lambda text, images: None
-        self._interrupted: list[int] = []
-
-    def stop(self) -> bool:
-        """Whether the user interrupted the training."""
-        return bool(self._interrupted)
-
-    def __call__(self, event: Event) -> None:
-        """Show an event."""
-        from atlas_cli.learning.events import (  # help needs none of them
-            EpochScored,
-            Planned,
-            StepTaken,
-            TaskFinished,
-            TrainingEnded,
-            TrainingStarted,
-            VectorNoted,
-            Warned,
-        )
-
-        match event:
-            case Warned(text):
-                warn(text)
-            case VectorNoted(text):
-                self._note(text)
-            case Planned(lines):
-                self._note(*lines)
-            case TrainingStarted(steps):
-                self._interrupted = self._training.enter_context(stoppable())
-                if steps is not None:
-                    bar = training(steps, quiet=self._output.quiet)
-                    self._advance = self._training.enter_context(bar)
-            case StepTaken(step, batch_size, measure):
-                text = f"loss {step.loss:.3f}  {measure} {100 * step.accuracy:.1f}"
-                self._advance(text, batch_size)
-            case TrainingEnded():
-                self._training.close()
-            case EpochScored(task, epoch, accuracy, images):
-                when = f"epoch {epoch}" if epoch else "zero-shot"
-                self._note(f"{task}: {when} {accuracy:.2f} {images}")
-            case TaskFinished(result):
-                if not self._output.as_json:
-                    emit(result)
-
-    def _note(self, *lines: str) -> None:
-        if not self._output.quiet:
-            for line in lines:
-                note(line)

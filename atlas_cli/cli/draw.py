@@ -17,6 +17,7 @@ from atlas_cli.cli.options import (
     Shots,
     Split,
 )
+from atlas_cli.cli.progress import progress
 
 if TYPE_CHECKING:
     from atlas_cli.datasets.dataset import Dataset
@@ -47,7 +48,7 @@ def draw(
 
     from atlas_cli.datasets.export import write_folder  # numpy is slow to import
 
-    with console.progress("drawing", sum(len(d.samples) for d in datasets), quiet=quiet) as advance:
+    with progress("drawing", sum(len(d.samples) for d in datasets), quiet=quiet) as advance:
         result = write_folder(datasets, folder, advance)
     console.emit(result, as_json=as_json)
 

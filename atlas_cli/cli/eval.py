@@ -29,6 +29,7 @@ from atlas_cli.cli.options import (
     TextModel,
     Workers,
 )
+from atlas_cli.cli.progress import progress
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ def evaluate(
     opening = Opening(plan.arch, text_source, device)
     loading = Loading(batch_size, workers, skip_broken)
     total = len(references) * sum(len(dataset.samples) for dataset in datasets)
-    with console.progress("evaluating", total, quiet=quiet) as advance:
-        watcher = Watcher(console.warn, advance)
+    with progress("evaluating", total, quiet=quiet) as advance:
+        watcher = Watcher(console.warner(quiet=quiet), advance)
         results = list(run(sources, datasets, opening, loading, watcher))
     if predictions:
         write_predictions(predictions, results, datasets)

@@ -13,6 +13,7 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
+from atlas_cli.cli.progress import progress
 from atlas_cli.cli.push import upload
 from atlas_cli.errors import UsageError
 
@@ -43,8 +44,8 @@ def run(request: ExtractRequest, push: str | None, *, as_json: bool, quiet: bool
 
     base = open_base(source, request.scope, tuple(request.allow), request.arch)
     results = []
-    with console.progress("extracting", len(targets) * len(base.blocks), quiet=quiet) as advance:
-        options = options_of(request, console.warn, advance)
+    with progress("extracting", len(targets) * len(base.blocks), quiet=quiet) as advance:
+        options = options_of(request, console.warner(quiet=quiet), advance)
         if request.path == "-":  # by way of a temporary file, since the header comes first
             with tempfile.TemporaryFile(prefix="atlas-") as file:
                 made = write_vector(file, targets[0].name, base, finetuned[0], options)
@@ -91,13 +92,15 @@ def run_adapters(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None
     choice = Choice("all", tuple(request.ignore), tuple(request.allow))
     results = []
     for target, source in zip(targets, finetuned, strict=True):
-        with console.progress("extracting", None, quiet=quiet) as advance:
+        with progress("extracting", None, quiet=quiet) as advance:
             made = extract_adapter(base, source, form, choice, target, advance, request.arch)
         results.append(dataclasses.asdict(made))
         if made.left_out:
             listed = ", ".join(made.left_out[:3])
             more = f" and {len(made.left_out) - 3} more" if len(made.left_out) > 3 else ""
-            console.warn(f"{made.name}: peft cannot adapt {listed}{more}; they stay the base's")
+            console.warner(quiet=quiet)(
+                f"{made.name}: peft cannot adapt {listed}{more}; they stay the base's"
+            )
         if not quiet:
             console.note(
                 f"{made.name}: {made.modules} modules of rank {made.rank} or less, {made.saved} "

@@ -11,12 +11,12 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.console import ConsoleListener, OutputOptions
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
 )
+from atlas_cli.cli.progress import ConsoleListener, OutputOptions
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions
@@ -95,14 +95,13 @@ def finetune(
         "checkpoint_activations": checkpoint_activations,
     }
     recipe = given_recipe(FinetuneRecipe, data, {**flags, **given_flags(own)})
-    listener = ConsoleListener(output)
     from atlas_cli.learning.finetune import VectorOutput
     from atlas_cli.learning.finetune import finetune as run
 
     vectors = VectorOutput(vector, vectors_dir)
-    result = run(recipe, options, vectors=vectors, on_event=listener, stop=listener.stop)
-    for line in result.notes:
-        console.note(line)
+    with ConsoleListener(output) as listener:
+        result = run(recipe, options, vectors=vectors, on_event=listener, stop=listener.stop)
+    listener.note(*result.notes)
     if output.as_json and result.tasks:
         runs = [dataclasses.asdict(task) for task in result.tasks]
         console.emit({"atlas": __version__, "unit": UNIT, "runs": runs}, as_json=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atlas_cli.cli.console import OutputOptions
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
     run_learning,
 )
+from atlas_cli.cli.progress import OutputOptions
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions

@@ -12,6 +12,7 @@ import typer
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text, spooled_stdin
 from atlas_cli.cli.options import Architecture, AsJson, PlotFile, Quiet
+from atlas_cli.cli.progress import progress
 from atlas_cli.errors import AtlasError, UsageError
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _show_sources(
     from atlas_cli.reports.plots import plot_vectors
 
     opened = inspection.open_sources(sources, arch)
-    with console.progress("measuring", opened.steps, quiet=quiet) as advance:
+    with progress("measuring", opened.steps, quiet=quiet) as advance:
         found = inspection.measure(opened, advance)
     if plot:
         if not found.vectors:

@@ -15,6 +15,7 @@ from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import read_text
 from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
+from atlas_cli.cli.progress import progress
 from atlas_cli.cli.push import EvaluationFile, read_evaluation_file, upload
 from atlas_cli.errors import UsageError
 
@@ -178,6 +179,7 @@ class _Listener(ExitStack):
     def __init__(self, *, quiet: bool) -> None:
         super().__init__()
         self._quiet = quiet
+        self._warn = console.warner(quiet=quiet)
         self._advance: Callable[[int], None] = lambda count: None
 
     def __call__(self, event: MergeEvent) -> None:
@@ -193,18 +195,18 @@ class _Listener(ExitStack):
 
         match event:
             case FilterUnused(text):
-                console.warn(f"filter '{text}' is in the name of no tensor")
+                self._warn(f"filter '{text}' is in the name of no tensor")
             case SettingsUnused(paths):
-                console.warn(f"no effect here: {', '.join(paths)}")
+                self._warn(f"no effect here: {', '.join(paths)}")
             case Doubt(text):
-                console.warn(text)
+                self._warn(text)
             case VectorNoted(text, warning):
                 if warning:
-                    console.warn(text)
+                    self._warn(text)
                 elif not self._quiet:
                     console.note(text)
             case MergeStarted(total):
-                bar = console.progress("merging", total, quiet=self._quiet)
+                bar = progress("merging", total, quiet=self._quiet)
                 self._advance = self.enter_context(bar)
             case BytesWritten(count):
                 self._advance(count)

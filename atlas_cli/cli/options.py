@@ -13,7 +13,7 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.console import ConsoleListener, OutputOptions
+from atlas_cli.cli.progress import ConsoleListener, OutputOptions
 from atlas_cli.errors import AtlasError, UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ Download = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also say what was decided, and why.")
+]
 Seed = Annotated[
     int | None, typer.Option(help="Decides everything that is random; default 0.", min=0)
 ]
@@ -180,10 +183,12 @@ _RUN_OPTIONS: dict[str, Any] = {
     "keep_downloads": KeepDownloads,
     "as_json": AsJson,
     "quiet": Quiet,
+    "verbose": Verbose,
 }
 _ACCESS: dict[str, Any] = {"data_root": DataRoot, "download": Download}  # their callbacks do it all
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
+_SWITCHES |= {"verbose"}
 
 
 def _signature(function: Callable[..., None]) -> inspect.Signature:
@@ -210,7 +215,7 @@ def learning_command(
 
     def command(**given: Any) -> None:
         given = {name: value for name, value in given.items() if name not in _ACCESS}
-        output = OutputOptions(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
+        output = OutputOptions(*(given.pop(name) for name in ("as_json", "quiet", "verbose")))
         from atlas_cli.learning.run import RunOptions  # only once a command is run
 
         options = RunOptions(**{name: given.pop(name) for name in _RUN_OPTIONS if name in given})
@@ -269,25 +274,44 @@ def given_recipe(
 
 def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
     """Run a verb, show its result, and leave with the exit code that it deserves."""
-    listener = ConsoleListener(output)
-    result = verb(on_event=listener, stop=listener.stop)
-    for line in result.notes:
-        console.note(line)
+    with ConsoleListener(output) as listener:
+        result = verb(on_event=listener, stop=listener.stop)
+    summary = result.folder is not None and console.is_terminal() and not output.as_json
+    shown = set(map(str, result.tests)) if summary else set()  # the summary has these
+    listener.note(*(line for line in result.notes if line not in shown))
+    listener.explain(*result.details)
     if result.rows and not output.quiet:
-        console.tell_table(
-            [
-                {
-                    key: cell if isinstance(cell, str) else console.percent(cell)
-                    for key, cell in row.items()
-                }
-                for row in result.rows
-            ]
-        )
+        console.tell_table([_cells(row) for row in result.rows])
     if output.as_json:
         console.emit({"atlas": __version__, **result.facts}, as_json=True)
+    elif summary:
+        _show_summary(result)
     else:
         console.write(result.text)
     if result.stopped:
         raise typer.Exit(130)
     if result.failed:
         raise AtlasError(result.failed)
+
+
+def _cells(row: Mapping[str, str | float | None]) -> dict[str, str]:
+    return {k: cell if isinstance(cell, str) else console.percent(cell) for k, cell in row.items()}
+
+
+def _show_summary(result: LearningResult) -> None:
+    """What a person wants to see of a run: how it does, where it is, and what comes next."""
+    rows = [
+        {
+            "top-1 in percent": one.task,
+            "on": f"{one.on} test images",
+            "zero-shot": f"{one.zero_shot:.2f}",
+            "learned": f"{one.learned:.2f}",
+        }
+        for one in result.tests
+    ]
+    if rows:
+        console.emit_table(rows, "")
+    console.emit(f"The run is in {result.folder}. Next:")
+    if result.improved:
+        console.emit(f"  atlas merge {result.folder} -o {result.folder}-model")
+    console.emit(f"  atlas report {result.folder} -o {result.folder}.html")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli import console
-from atlas_cli.cli.console import OutputOptions
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
     run_learning,
 )
+from atlas_cli.cli.progress import OutputOptions
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import (
     Event,
@@ -158,7 +158,7 @@ def _run_online(
     recipe = given_recipe(TtaRecipe, images or "stdin", keys)
     from atlas_cli.learning.tta import tta_online
 
-    result = tta_online(recipe, _paths(), options, on_event=OnlineListener())
+    result = tta_online(recipe, _paths(), options, on_event=OnlineListener(quiet=output.quiet))
     if not output.quiet:
         learned_from = f"learned from {result.learned_from}"
         console.note(f"{result.ended} after {result.seen} images; {learned_from}")
@@ -179,14 +179,15 @@ class OnlineListener:
     An interrupt ends the wait for a path at once, and is ignored while the result is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self._training = ExitStack()
+        self._warn = console.warner(quiet=quiet)
 
     def __call__(self, event: Event) -> None:
         """Print what was predicted."""
         match event:
             case Warned(text):
-                console.warn(text)
+                self._warn(text)
             case TrainingStarted():
                 self._training.enter_context(console.interrupted_once())
             case Predicted(image, prediction, probability, error):

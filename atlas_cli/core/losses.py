@@ -156,7 +156,7 @@ def divergence(prior: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 OBJECTIONS = {
     "collapse": "predictions crowd into fewer classes than before",
     "disagreement": "views of the same image are told apart more often than before",
-    "doubt": "predictions are hardly better ordered than before",
+    "doubt": "adapted predictions are not clearly better than zero-shot",
 }
 _MORE_IMBALANCE = 0.1  # nats
 _LESS_AGREEMENT = 0.1  # of all images

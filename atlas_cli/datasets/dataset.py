@@ -350,6 +350,14 @@ def share_of(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     return replace(dataset, samples=tuple(kept))
 
 
+def draw_samples(samples: Sequence[Sample], most: int) -> tuple[Sample, ...]:
+    """As many samples as that, or all, in their order; those with the lowest ranks of seed 0."""
+    if len(samples) <= most:
+        return tuple(samples)
+    chosen = sorted(range(len(samples)), key=lambda n: (*rank(samples[n].key, 0), n))[:most]
+    return tuple(samples[number] for number in sorted(chosen))
+
+
 def rank(key: str, seed: int) -> tuple[bytes, str]:
     """Where an image stands among those of its class when shots are drawn."""
     return hashlib.sha256(f"{seed}:{Path(key).stem}".encode()).digest(), key

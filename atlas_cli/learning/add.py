@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import Listener, ignore, never
+from atlas_cli.learning.inputs import open_tasks
 from atlas_cli.learning.run import (
     Cell,
     Inputs,
@@ -22,7 +23,6 @@ from atlas_cli.learning.run import (
     Report,
     RunOptions,
     learn,
-    open_tasks,
     source_of,
 )
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge

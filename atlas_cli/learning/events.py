@@ -33,9 +33,17 @@ class VectorNoted(Event):
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """Everything is open; in words, what is about to be learned."""
+    """Everything is open; in words, what is about to be learned, and what was decided before."""
 
     lines: tuple[str, ...]
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PhaseStarted(Event):
+    """The work of another kind begins, such as to hash the images."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class TrainingStarted(Event):
     """From now on a stop is heeded after every step. A search has no number of steps."""
 
     steps: int | None = None
+    epochs: int = 0  # 0 if that is not known
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,9 @@ def never() -> bool:
 
 
 @contextmanager
-def training(on_event: Listener, steps: int | None = None) -> Iterator[None]:
+def training(on_event: Listener, steps: int | None = None, epochs: int = 0) -> Iterator[None]:
     """Announce that training starts, and that it ended, however it did."""
-    on_event(TrainingStarted(steps))
+    on_event(TrainingStarted(steps, epochs))
     try:
         yield
     finally:

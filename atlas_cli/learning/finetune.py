@@ -15,6 +15,7 @@ from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.learning.events import (
     EpochScored,
     Listener,
+    PhaseStarted,
     Planned,
     StepTaken,
     TaskFinished,
@@ -23,13 +24,13 @@ from atlas_cli.learning.events import (
     never,
     training,
 )
+from atlas_cli.learning.inputs import open_labelled
 from atlas_cli.learning.run import (
     Inputs,
     RunOptions,
     check_model,
     find_model,
     open_folder,
-    open_labelled,
 )
 from atlas_cli.recipes.text import UNIT, as_percent
 from atlas_cli.sources.locate import locate
@@ -214,11 +215,13 @@ def _finetune(
     from atlas_cli.learning.loop import train
     from atlas_cli.learning.weights import prepared_trainer
 
+    on_event(PhaseStarted("opening the model"))
     with (
         prepared_trainer(inputs, lambda text: on_event(Warned(text))) as trainer,
         open_folder(task.folder, trainer.config, options) as folder,
     ):
-        on_event(Planned((_plan(task, trainer),)))
+        device = f"device: {trainer.clip.device}; threads: {inputs.threads}"
+        on_event(Planned((_plan(task, trainer),), (device,)))
         announced = 0
 
         def on_checkpoint(checkpoint: FinetuneCheckpoint, step: Step | None) -> None:
@@ -231,7 +234,8 @@ def _finetune(
             announced = len(checkpoint.accuracies)
 
         try:
-            with training(on_event, trainer.steps):
+            epochs = -(-trainer.steps // trainer.data.epoch_steps)
+            with training(on_event, trainer.steps, epochs):
                 checkpoint = train(
                     trainer,
                     folder,
@@ -309,7 +313,8 @@ def _plan(task: FinetuneTask, trainer: WeightTrainer) -> str:
     if not trainer.scored_on:
         judged = "nothing is held out: all images are trained on"
     epochs = trainer.steps / trainer.data.epoch_steps
-    text = f"{task.name}: {count:,} numbers, {trainer.steps} steps ({epochs:.3g} epochs), {judged}"
+    size = f"{count:,} trainable parameters, {trainer.steps} steps ({epochs:.3g} epochs)"
+    text = f"{task.name}: {size}, {judged}"
     if trainer.recipe.linearised:
         text += "; other programs run the weights of the expansion as an ordinary model"
     return text

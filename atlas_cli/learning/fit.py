@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from atlas_cli.datasets.dataset import Dataset, open_dataset
 from atlas_cli.errors import DataError
 from atlas_cli.learning.events import Listener, ignore, never
+from atlas_cli.learning.inputs import open_labelled
 from atlas_cli.learning.run import (
     LearningResult,
     LearningVerb,
     Report,
     RunOptions,
     learn,
-    open_labelled,
     source_of,
 )
 from atlas_cli.recipes.text import as_percent
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _FOLDS = 3  # of cross-validation that chooses a head
 _SCORED = {
-    "last": "on the images it learned from",
+    "last": "on the images that it learned from",
     "holdout": "on images held out",
     "kfold": "over the folds",
 }
@@ -147,9 +147,9 @@ class Fitting(LearningVerb):
         if selection.choice:
             select, method = "kfold", f"{method} ({selection.choice})"
         scored = _SCORED["last"] if after_all else _SCORED.get(select, f"on {select[4:]}")
-        note = f"zero-shot {before:.2f} -> {method} {after:.2f} {scored}"
+        note = f"{self._words} zero-shot {before:.2f} -> {method} {after:.2f} {scored}"
         if not selection.improved:
-            note = f"nothing beat zero-shot ({before:.2f} {scored}): all coefficients are 0"
+            note = f"nothing beat zero-shot ({self._words[:-1]} {before:.2f} {scored}): all are 0"
         comment = (
             f"{source_of(ready)}\nAccuracy {scored}: zero-shot {before:.2f}, {method} {after:.2f}."
         )
@@ -159,6 +159,17 @@ class Fitting(LearningVerb):
         if selection.choice:
             facts |= {"choice": selection.choice, "folds": _fold_scores(selection)}
         return Report(comment, (note,), facts)
+
+    def untested(self, ready: PreparedRun) -> tuple[str, ...]:
+        """Accuracy on training images alone says little."""
+        if self.recipe.select != "last":
+            return ()
+        return ("training top-1 says little; atlas eval measures the merged model on other images",)
+
+    @property
+    def _words(self) -> str:
+        """What the accuracy that selects is called."""
+        return "training top-1:" if self.recipe.select == "last" else "validation top-1:"
 
     @property
     def _method(self) -> str:

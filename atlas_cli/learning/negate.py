@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.learning.events import Listener, ignore, never
+from atlas_cli.learning.inputs import open_tasks
 from atlas_cli.learning.run import (
     Cell,
     LearningResult,
@@ -16,7 +17,6 @@ from atlas_cli.learning.run import (
     Report,
     RunOptions,
     learn,
-    open_tasks,
     source_of,
 )
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge

@@ -6,6 +6,7 @@ Whoever calls gets events while it works, and may ask it to stop after the step 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from atlas_cli import __version__
-from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset, share_of
-from atlas_cli.errors import AtlasError, DataError, UsageError
+from atlas_cli.datasets.dataset import Dataset
+from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.learning.events import (
     Listener,
+    PhaseStarted,
     Planned,
     StepTaken,
     VectorNoted,
@@ -26,7 +28,7 @@ from atlas_cli.learning.events import (
     ignore,
     training,
 )
-from atlas_cli.recipes.text import UNIT, in_percent, parse_shots, write_recipe
+from atlas_cli.recipes.text import UNIT, in_percent, write_recipe
 from atlas_cli.sources.locate import Source, locate
 from atlas_cli.sources.references import check_architecture, parse_reference
 from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.learning.tested import TestScore
     from atlas_cli.models.clip import Opening
     from atlas_cli.recipes.finetune import FinetuneRecipe
     from atlas_cli.recipes.learning import LearnRecipe
@@ -98,6 +101,7 @@ class Report:
     facts: Mapping[str, object] = field(default_factory=dict)
     rows: Sequence[Mapping[str, Cell]] = ()
     failed: str | None = None
+    details: tuple[str, ...] = ()  # for those who ask why
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class LearningResult:
 
     `recipe` is that recipe and `text` its YAML; `coefficients` is None if there are too many of
     them for a text, or if none scale task vectors. `facts` is the result for JSON, `notes` and
-    `rows` are for people, and `failed` says why the result is of no use, if it is not.
+    `rows` are for people, `details` for those who ask why. `tests` are scores on test images, and
+    `failed` says why the result is of no use, if it is not.
     """
 
     recipe: LearnedRecipe
@@ -117,6 +122,8 @@ class LearningResult:
     after: Mapping[str, float] | None
     facts: Mapping[str, object]
     notes: tuple[str, ...]
+    details: tuple[str, ...]
+    tests: tuple[TestScore, ...]
     rows: Sequence[Mapping[str, Cell]]
     failed: str | None
     folder: Path | None
@@ -177,6 +184,10 @@ class LearningVerb(ABC):
         file = folder.keep_large(coefficients) if folder and ready.large else None
         return ready.learned(coefficients, file)
 
+    def untested(self, ready: PreparedRun) -> tuple[str, ...]:
+        """What to add to the scores where no test images were scored."""
+        return ()
+
     @abstractmethod
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """What came out; in brief, since someone waits, only what takes no time."""
@@ -217,46 +228,13 @@ def find_model(recipe: LearnRecipe | FinetuneRecipe, options: RunOptions) -> tup
     return source, Opening(recipe.arch, text, options.device)
 
 
-def open_tasks(
-    recipe: LearnRecipe, names: Sequence[str]
-) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
-    """The images of several tasks and, to select by val, the val splits of the same."""
-    if recipe.select != "val":
-        return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
-    if recipe.split == "val":
-        raise UsageError("--select val judges by the val split; learn from another --split")
-    judged = recipe.model_copy(update={"split": "val", "shots": "all"})
-    tasks = tuple(open_labelled(recipe, name, ("train",)) for name in names)
-    return tasks, tuple(open_labelled(judged, name) for name in names)
-
-
-def open_labelled(
-    recipe: LearnRecipe | FinetuneRecipe, name: str, preferred: tuple[str, ...] = ("train",)
-) -> Dataset:
-    """Labelled images to learn from, as many of each class as the recipe wants."""
-    templates = check_templates(recipe.templates, "templates")
-    shots = parse_shots(recipe.shots)
-    dataset = open_dataset(
-        name,
-        split=recipe.split,
-        templates=templates,
-        preferred=preferred,
-        shots=shots if isinstance(shots, int) else None,
-        seed=recipe.seed,
-    )
-    if not dataset.labelled:
-        raise DataError(f"{dataset.name}: has no labels; a sub-folder per class is needed")
-    if len(dataset.classes) < 2:
-        raise DataError(f"{dataset.name}: has one class only; there is nothing to tell apart")
-    return share_of(dataset, shots, recipe.seed) if isinstance(shots, float) else dataset
-
-
 @contextmanager
 def prepare(
     verb: LearningVerb, options: RunOptions, on_event: Listener = ignore
 ) -> Iterator[PreparedRun]:
     """Resolve and open everything that a verb works with."""
     options.check()
+    on_event(PhaseStarted("finding the model and the images"))
     inputs = resolve(verb, options, on_event)
 
     from atlas_cli.learning.run_folder import check_folder
@@ -264,6 +242,7 @@ def prepare(
 
     if options.folder:
         check_folder(options.folder, resume=options.resume, force=options.force)
+    on_event(PhaseStarted("opening the model and the vectors"))
 
     def warn(text: str) -> None:
         on_event(Warned(text))
@@ -288,16 +267,24 @@ def learn(
     A failure leaves nothing half-written.
     """
     with prepare(verb, options, on_event) as ready:
-        on_event(Planned(ready.plan()))
+        on_event(Planned(*ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")
+        on_event(PhaseStarted("hashing the images"))
         with open_folder(options.folder, ready.config, options) as folder:
             try:
                 selection = _selected(verb, ready, folder, options, on_event, stop)
                 selection = verb.complete(ready, selection)
                 stopped = stop()
+                on_event(PhaseStarted("scoring what was learned"))
                 report = verb.report(ready, selection, brief=stopped)
-                return _finished(verb, ready, folder, selection, report, stopped=stopped)
+                tested: tuple[TestScore, ...] = ()
+                if folder and verb.labelled and not stopped:
+                    from atlas_cli.learning.tested import test_run
+
+                    on_event(PhaseStarted("scoring test images"))
+                    tested = test_run(ready, selection, folder)
+                return _finished(verb, ready, folder, selection, report, tested, stopped=stopped)
             except AtlasError:
                 if folder:
                     folder.abandon()
@@ -343,6 +330,7 @@ def _selected(
                     return
                 yield table
 
+        on_event(PhaseStarted("searching for the best uniform scale"))
         with training(on_event):
             return search_tables(ready.objective, ready.policy.folds[0], tried())
     trainer = CoefficientTrainer(ready.objective, ready.policy, verb.measure)
@@ -351,7 +339,7 @@ def _selected(
         if step:
             on_event(StepTaken(step, trainer.batch_size, verb.measure))
 
-    with training(on_event, trainer.steps):
+    with training(on_event, trainer.steps, verb.recipe.epochs):
         resume = options.resume
         checkpoint = train(trainer, folder, resume=resume, stop=stop, on_checkpoint=on_checkpoint)
         return trainer.select(checkpoint)
@@ -363,6 +351,7 @@ def _finished(
     folder: RunFolder | None,
     selection: Selection,
     report: Report,
+    tested: tuple[TestScore, ...],
     *,
     stopped: bool,
 ) -> LearningResult:
@@ -374,6 +363,7 @@ def _finished(
         **report.facts,
         "improved": selection.improved,
         "select": ready.inputs.recipe.select,
+        **({"test": [dataclasses.asdict(one) for one in tested]} if tested else {}),
     }
     recipe = verb.learned(ready, selection, folder)
     text = write_recipe(recipe, f"Learned by atlas {__version__} {report.comment}")
@@ -392,7 +382,9 @@ def _finished(
         before=in_percent(selection.before.values) if selection.before else None,
         after=in_percent(selection.after.values) if selection.after else None,
         facts={**recorded, "config": ready.config, "coefficients": coefficients},
-        notes=report.notes,
+        notes=(*report.notes, *(map(str, tested) if tested else verb.untested(ready))),
+        details=report.details,
+        tests=tested,
         rows=report.rows,
         failed=report.failed,
         folder=folder.folder if folder else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,10 @@ from atlas_cli.io.files import LOCK, FolderLock, write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
+_IMAGES = "images.jsonl"  # that were learned from or tested on, with predictions
 TRIMMED = "trimmed"  # vectors that were made for the run
 _RESULTS = (
-    *(_STATE, _METRICS, _RECIPE, _RESULT),
+    *(_STATE, _METRICS, _RECIPE, _RESULT, _IMAGES),
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
@@ -117,6 +118,13 @@ class RunFolder:
         text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
         with _explained(self.folder):
             write_text(self.folder / _RESULT, text)
+
+    def write_images(self, lines: Iterable[str]) -> None:
+        """Write which images were learned from, and what is predicted for test images."""
+        text = "".join(lines)
+        with _explained(self.folder):
+            if text:
+                write_text(self.folder / _IMAGES, text)
 
     def recipe(self) -> str | None:
         """The learned recipe, if the run came to its end."""

@@ -126,24 +126,28 @@ class PreparedRun:
             "storage": self.pool.storage,
         }
 
-    def plan(self) -> tuple[str, ...]:
-        """What is about to be learned, in words."""
+    def plan(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What is about to be learned, in words; and what was decided on the way there."""
         pool, memory = self.pool, self.inputs.recipe.memory
         rows, columns = self.setup.model.composition.shape
         if not pool.members and self.setup.inputs.command == "fit":
-            return (f"no vectors: {self.inputs.recipe.adapter} is fitted to the base's features",)
+            adapter = self.inputs.recipe.adapter
+            return (f"no vectors: {adapter} is fitted to the base's features",), ()
         if not pool.members:
-            return (f"{columns} numbers of LayerNorms are tuned",)
+            return (f"{columns:,} trainable parameters: those of the LayerNorms",), ()
         kept = f"{pool.bytes / 1e6:.1f} MB in memory, {pool.storage}"
         if pool.storage == "mapped":
             kept = f"read from their files each step, since they exceed --memory {memory}"
         elif pool.storage != "as stored":
             kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {memory})"
-        first = f"{rows} vectors x {columns} coefficients; vectors: {kept}"
-        if not pool.left:
-            return (first,)
-        left = f"{len(pool.left)} blocks stay those of the base, such as {pool.left[0]}"
-        return first, f"{left}: they are no parameters"
+        counted = f"{rows * columns:,} trainable parameters"
+        first = f"{counted}: {columns} coefficients for each of {rows} task vectors"
+        details = [f"device: {self.setup.clip.device}; threads: {self.inputs.threads}"]
+        details.append(f"vectors: {kept}")
+        if pool.left:
+            left = f"{len(pool.left)} blocks stay those of the base, such as {pool.left[0]}"
+            details.append(f"{left}: they are no parameters")
+        return (first,), tuple(details)
 
     def learned(self, coefficients: torch.Tensor, file: str | None) -> LearnedRecipe:
         """The recipe that merges what was learned; the table is in it unless it has a file."""

@@ -140,7 +140,7 @@ class Adapting(LearningVerb):
             "histogram": histograms,
         }
         comment = f"{source_of(ready)} No label was looked at.\n{decided}: {changes}."
-        return Report(comment, (f"{decided}; {changes}",), facts, _rows(histograms))
+        return Report(comment, (decided,), facts, _rows(histograms), details=(changes,))
 
 
 def _head_beside(ready: PreparedRun) -> HeadEntry | None:
@@ -209,17 +209,18 @@ def decision(selection: Selection, *, guarded: bool) -> str:
     faults = [name for score in selection.scores for name in OBJECTIONS if name in score.values]
     if not selection.improved:
         gravest = min(faults, key=list(OBJECTIONS).index, default=None)
-        why = f"{gravest}, since {OBJECTIONS[gravest]}" if gravest else "nothing was learned"
-        return f"all coefficients are 0: {why}"
+        why = OBJECTIONS[gravest] if gravest else "nothing was learned"
+        return f"zero-shot is kept, all coefficients are 0: {why}"
     if not guarded:
-        return "the last step is kept: nothing was checked"
+        return "the last step is kept, unchecked, since --select is last"
     if not selection.scores:  # a search keeps none
         scale = selection.coefficients.flatten()[0].item()
-        return f"the scale {scale:g} was best by entropy and spread"
+        return f"the uniform scale {scale:g} is kept: its predictions are the clearest"
     epochs = len(selection.scores) - 1
     kept = next(n for n, score in enumerate(selection.scores) if score is selection.after)
-    said = f"epoch {kept} of {epochs} was best by entropy and spread"
-    return f"{said}; {', '.join(sorted(set(faults)))} in others" if faults else said
+    said = f"epoch {kept} of {epochs} is kept: its predictions are the clearest"
+    told = dict.fromkeys(OBJECTIONS[name] for name in OBJECTIONS if name in faults)
+    return f"{said}; in other epochs, {' and '.join(told)}" if told else said
 
 
 def _lines(dataset: Dataset, probabilities: torch.Tensor) -> str:

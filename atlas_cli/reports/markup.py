@@ -74,6 +74,14 @@ def row(figures: Iterable[str], *, kind: str = "row") -> str:
     return f'<div class="{kind}">\n{inside}\n</div>'
 
 
+def picture(uri: str, caption: str, name: str) -> str:
+    """A small picture that is within the page, and what is said of it."""
+    return (
+        f'<figure class="picture"><img src="{escape(uri)}" alt="{escape(name)}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
 def folded(summary: str, inside: str) -> str:
     """A part that opens when its summary is clicked."""
     return f"<details><summary>{escape(summary)}</summary>\n{inside}\n</details>"

@@ -14,7 +14,8 @@ from atlas_cli.recipes.text import summarise
 from atlas_cli.reports import charts, markup
 from atlas_cli.reports.grids import Grid, coefficient_grids
 from atlas_cli.reports.markup import Cell, percentage, rounded
-from atlas_cli.reports.runs import TUNED, ClassScores, Run
+from atlas_cli.reports.pictures import Thumbnails, differences, image_section
+from atlas_cli.reports.runs import TUNED, ClassScores, Evaluations, Run
 
 _HERE = Path(__file__).parent
 _METHODS = (
@@ -31,9 +32,28 @@ _POLICY = (
 )
 
 
-def report_page(runs: Sequence[Run]) -> str:
-    """The page of one run or of several."""
-    return page("atlas report", _comparison(runs), *map(_run_section, runs))
+def report_page(runs: Sequence[Run], evaluations: Sequence[Evaluations] = ()) -> str:
+    """The page of one run or of several, and of what `atlas eval --json` printed."""
+    thumbnails = Thumbnails()
+    return page(
+        "atlas report",
+        _comparison(runs, thumbnails),
+        *map(_evaluation_section, evaluations),
+        *(_run_section(run, thumbnails) for run in runs),
+    )
+
+
+def _evaluation_section(found: Evaluations) -> str:
+    columns = ["model", "data", "split", "images", "top-1", "low", "high", "vs first"]
+    rows: list[list[Cell]] = [
+        [
+            *(row["model"], row["data"], row["split"], row["images"]),
+            *(percentage(row[key]) for key in ("top1", "low", "high")),
+            None if row.get("delta") is None else percentage(row["delta"]),
+        ]
+        for row in found.rows
+    ]
+    return markup.section(found.name, markup.table(columns, rows, f"scores of {found.name}"))
 
 
 def page(title: str, *sections: str) -> str:
@@ -78,14 +98,15 @@ def _script() -> str:
 # One run --------------------------------------------------------------------------------------
 
 
-def _run_section(run: Run) -> str:
+def _run_section(run: Run, thumbnails: Thumbnails) -> str:
     """A run in words, in charts, and in tables that open on demand."""
     unfinished = "This run has no result yet; --resume goes on with it."
     said = run.comment or ([] if run.finished else [unfinished])
     return markup.section(
         run.name,
         markup.paragraphs(said),
-        markup.section("Result", _scores(run), level=3),
+        markup.section("Result", _scores(run), _tests(run), level=3),
+        markup.section("Images", *image_section(run, thumbnails), level=3),
         markup.section("Coefficients", *_coefficients(run), level=3),
         markup.section("Learning", *_learning(run), level=3),
         markup.section("Classes", *(_classes(scores) for scores in run.classes), level=3),
@@ -118,6 +139,16 @@ def _scores(run: Run) -> str:
         for name, row in run.scores.rows.items()
     ]
     return markup.table(["", *run.scores.columns], rows, "result")
+
+
+def _tests(run: Run) -> str:
+    if not run.tests:
+        return ""
+    rows: list[list[Cell]] = [
+        [one["task"], one["images"], percentage(one["zero_shot"]), percentage(one["learned"])]
+        for one in run.tests
+    ]
+    return markup.table(["test images of", "images", "zero-shot", "learned"], rows, "test scores")
 
 
 def _coefficients(run: Run) -> Iterator[str]:
@@ -191,14 +222,15 @@ def _flat(found: Any, name: str = "") -> Iterator[list[Cell]]:
 # Several runs ---------------------------------------------------------------------------------
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[Run], thumbnails: Thumbnails) -> str:
     """A row for every task of every run, if there are several."""
     if len(runs) < 2:
         return ""
-    columns = ["run", "task", "zero-shot", "learned", "command"]
+    columns = ["run", "task", "zero-shot", "learned", "command", "test, zero-shot", "test"]
     columns += ["vectors", "coefficients", "steps", "last loss"]
     rows = [[*task, *_size(run)] for run in runs for task in _tasks(run)]
-    return markup.section("Runs", markup.table(columns, rows, "runs"))
+    table = markup.table(columns, rows, "runs")
+    return markup.section("Runs", table, differences(runs, thumbnails))
 
 
 def _tasks(run: Run) -> Iterator[list[Cell]]:
@@ -208,7 +240,9 @@ def _tasks(run: Run) -> Iterator[list[Cell]]:
     known = zip(rows.get("zero-shot", ()), after, strict=False)
     shown = [[None if n is None else percentage(n) for n in pair] for pair in known]
     for name, pair in zip_longest(run.tasks, shown, fillvalue=None):
-        yield [run.name, name, *(pair or (None, None)), run.command]
+        test = next((one for one in run.tests if one["task"] == name), None)
+        tested = [percentage(test[key]) if test else None for key in ("zero_shot", "learned")]
+        yield [run.name, name, *(pair or (None, None)), run.command, *tested]
 
 
 def _size(run: Run) -> list[Cell]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
 _LARGE = "coefficients.safetensors"
+_IMAGES = "images.jsonl"
 _MODEL = "model"  # the folder that fine-tuning writes when it is done
 TUNED = "fine-tuned"
 _OLD_KEYS = {
@@ -55,6 +56,18 @@ class RunScores:
 
 
 @dataclass(frozen=True)
+class ImageRow:
+    """An image that was learned from, or a test image and what is predicted for it."""
+
+    data: str
+    split: str
+    image: str
+    label: str
+    zero_shot: str | None = None
+    learned: str | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """A learning run: its coefficients, and what else its folder holds.
 
@@ -71,6 +84,8 @@ class Run:
     scores: RunScores | None = None
     classes: tuple[ClassScores, ...] = ()
     finished: bool = True
+    images: tuple[ImageRow, ...] = ()
+    tests: tuple[dict[str, Any], ...] = ()  # scores on test images
 
     @property
     def command(self) -> str:
@@ -82,6 +97,31 @@ class Run:
         """The lines of the comment at the top of the recipe."""
         lines = self.recipe.splitlines()
         return [line.removeprefix("# ") for line in lines if line.startswith("#")]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What `atlas eval --json` printed: a row for every model on every dataset, in percent."""
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+
+
+def read_evaluations(path: Path) -> Evaluations:
+    """Read a file that `atlas eval --json` has printed. Raises UsageError for anything else."""
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    found = _read_json(path)
+    scale = 1 if found.get("unit") == UNIT else 100  # earlier versions printed shares
+    keys = ("model", "data", "split", "images", "top1", "low", "high")
+    try:
+        rows = [{**row, **{key: row[key] for key in keys}} for row in found["results"]]
+        for row in rows:
+            accuracies = {k: row.get(k) for k in ("top1", "low", "high", "delta")}
+            row |= {k: _number(value, scale) for k, value in accuracies.items()}
+    except (KeyError, TypeError, ValueError) as problem:
+        raise UsageError(f"{path}: is not what `atlas eval --json` prints") from problem
+    return Evaluations(str(path), tuple(rows))
 
 
 def is_run(path: Path) -> bool:
@@ -114,7 +154,11 @@ def read_run(folder: Path) -> Run:
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{folder / _RESULT}: is not the result of a run") from problem
     metrics = tuple(_read_rows(folder / _METRICS))
-    return Run(str(folder), table, recipe, config, tasks, metrics, scores, classes, finished)
+    return Run(
+        *(str(folder), table, recipe, config, tasks, metrics, scores, classes, finished),
+        images=tuple(_read_images(folder / _IMAGES)),
+        tests=tuple(result.get("test", ())),
+    )
 
 
 def read_coefficients(text: str, where: str) -> Run:
@@ -212,7 +256,7 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
     if "accuracies" in result:  # of fine-tuning
         before, after = (_number(result[key], scale) for key in ("zero_shot", "accuracy"))
         tuned: dict[str, tuple[float | None, ...]] = {"zero-shot": (before,), TUNED: (after,)}
-        return None if after is None else RunScores(True, ("accuracy",), tuned)
+        return None if after is None else RunScores(True, ("validation top-1",), tuned)
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
         kept = {
@@ -228,7 +272,8 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
         return RunScores(False, names, kept)
     if "learned" in result:
         before, after = (_number(result[key], scale) for key in ("zero_shot", "learned"))
-        return RunScores(True, ("accuracy",), {"zero-shot": (before,), method: (after,)})
+        on = "training" if result.get("select") == "last" else "validation"
+        return RunScores(True, (f"{on} top-1",), {"zero-shot": (before,), method: (after,)})
     return None
 
 
@@ -271,6 +316,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected keys and values")
     return found
+
+
+def _read_images(path: Path) -> Iterator[ImageRow]:
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            yield ImageRow(**json.loads(line))
+        except (ValueError, TypeError) as problem:
+            raise CheckpointError(f"{path}: line {number} is not a row of images") from problem
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:

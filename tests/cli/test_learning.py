@@ -202,7 +202,7 @@ def test_a_recipe_says_the_same_as_flags_and_flags_override_it(call, world, tmp_
 )
 def test_vectors_are_kept_within_the_budget(call, world, memory: str, said: str):
     given = [word for word in arguments(world, "--memory", memory) if word != "--quiet"]
-    result = call(*given)
+    result = call(*given, "--verbose")
     assert said in result.err
     exact = yaml.safe_load(call(*arguments(world)).out)["coefficients"]["birds"]
     found = yaml.safe_load(result.out)["coefficients"]["birds"]
@@ -218,7 +218,8 @@ def test_vectors_are_kept_within_the_budget(call, world, memory: str, said: str)
 def test_if_nothing_beats_zero_shot_all_coefficients_are_zero(call, world, select: str):
     """With a learning rate of nearly nothing there is nothing to beat it with."""
     how = f"val:{world / 'shots'}" if select == "val" else select
-    result = call(*arguments(world, "--select", how, "--lr", "1e-30"))
+    given = [w for w in arguments(world, "--select", how, "--lr", "1e-30") if w != "--quiet"]
+    result = call(*given)
     assert result.code == 0
     assert "nothing beat zero-shot" in result.err
     table = yaml.safe_load(result.out)["coefficients"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import write_images
 from learned_runs import learn, write_world
 
 CHROMIUM = os.environ.get("ATLAS_CHROMIUM")  # where it is set, a test that cannot run fails
@@ -95,18 +96,62 @@ def test_a_browser_shows_the_report(call, tmp_path: Path):
         learn(world, "tta", tmp_path / "tta", "--select", "last"),
     ]
     report = tmp_path / "report.html"
-    assert call("report", *runs, "-o", report).code == 0
+    pictured = [learn_from_splits(call, world, tmp_path / name, rate) for name, rate in RATES]
+    (tmp_path / "scores.json").write_text(
+        call("eval", world / "base", "--data", world / "photos", "--json", "-q").out
+    )
+    assert call("report", *runs, *pictured, tmp_path / "scores.json", "-o", report).code == 0
+    assert report.stat().st_size < 5e6
     with opened(browser, report, tmp_path / "profile") as page:
         assert page.execute_script(FETCHED) == []
         every_chart_is_drawn(page)
         tables_hold_the_numbers_of_the_metrics(page, runs)
         the_table_of_runs_compares_them(page, runs)
+        pictures_are_within_the_page(page, runs[0], pictured)
         hovering_a_cell_shows_vector_block_and_value(page, runs)
         a_click_on_a_head_sorts_and_a_second_one_turns_it(page)
         if browser.is_chromium:  # its driver reads the console and the network, and has phones
             nothing_is_fetched_and_nothing_is_said_on_the_console(page)
             a_phone_shows_it_without_scrolling_sideways(page, dark=False)
             a_phone_shows_it_without_scrolling_sideways(page, dark=True)
+
+
+RATES = (("one", "0.3"), ("two", "3"))
+
+
+def learn_from_splits(call: Any, world: Path, folder: Path, rate: str) -> Path:
+    """A run on images with a test split, which are pictured."""
+    for split in ("train", "test"):
+        write_images(world / "split" / split, ("cat", "dog"), 12, seed=len(split))
+    models = ("--model", world / "base", "--vectors", world / "v")
+    quick = ("--batch-size", "8", "--epochs", "2", "--min-steps", "2", "--lr", rate, "--quiet")
+    assert call("fit", world / "split", *models, *quick, "-o", folder).code == 0
+    return folder
+
+
+def pictures_are_within_the_page(page: Any, untested: Path, pictured: list[Path]) -> None:
+    """Every picture is drawn from the page itself, and as many as the files say."""
+    found = page.execute_script(
+        "return [...document.images].map(i => [i.src.slice(0, 15), i.naturalWidth])"
+    )
+    assert {source for source, _ in found} == {"data:image/jpeg"}
+    assert min(width for _, width in found) > 0
+    wanted, told = len((untested / "images.jsonl").read_text().splitlines()), []
+    for folder in pictured:
+        lines = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+        tested = [row for row in lines if "learned" in row]
+        told.append([row["learned"] for row in tested])
+        changed = sum(
+            (r["learned"] == r["label"]) != (r["zero_shot"] == r["label"]) for r in tested
+        )
+        wanted += len(lines) - len(tested) + changed
+    wanted += sum(one != two for one, two in zip(*told, strict=True))  # where runs differ
+    assert len(found) == wanted > 48
+    rows = {row[0]: row for row in cells(page, "runs")}
+    for folder in pictured:
+        (test,) = json.loads((folder / "result.json").read_text())["test"]
+        shown = [f"{test[key]:.2f} %" for key in ("zero_shot", "learned")]
+        assert rows[str(folder)][5:7] == shown
 
 
 def cells(page: Any, label: str, number: int = 0) -> list[list[str]]:
@@ -137,7 +182,7 @@ def tables_hold_the_numbers_of_the_metrics(page: Any, runs: list[Path]) -> None:
 
 def the_table_of_runs_compares_them(page: Any, runs: list[Path]) -> None:
     result = json.loads((runs[0] / "result.json").read_text())
-    fit, tta = cells(page, "runs")
+    fit, tta, *_ = cells(page, "runs")
     assert fit[2:4] == [f"{result[key]:.2f} %" for key in ("zero_shot", "learned")]
     assert (fit[4], tta[4], tta[2:4]) == ("fit", "tta", ["", ""])
 

@@ -83,16 +83,23 @@ def test_stdout_is_the_learned_recipe_and_the_folder_keeps_all_of_it(
     found = rows_of(file)
     assert [row["image"] for row in found] == [f"{c}/{n}.png" for c in CLASSES for n in range(5)]
     assert {row["prediction"] for row in found} <= set(CLASSES)
-    said = "the last step is kept: nothing was checked" if moved else "all coefficients are 0"
-    assert said in result.err
+    said = "the last step is kept, unchecked" if moved else "all coefficients are 0"
+    assert said in json.loads((folder / "result.json").read_text())["rule"]
+    assert result.err == ""  # it is to be quiet
     assert moved or objective == "sar"  # which finds no image that it can rely on here
 
 
 def test_what_is_said_has_signs_before_and_after_and_the_rule_that_decided(call, world):
-    result = call(*arguments(world, world / "photos", "--lr", "1e-9", "--json"))
+    """One sentence says what the guard decided; the signs are for those who ask why."""
+    given = arguments(world, world / "photos", "--lr", "1e-9", "--json")
+    given.remove("--quiet")
+    result, asked = call(*given), call(*given, "-v")
     found = json.loads(result.out)
-    assert found["rule"].startswith("all coefficients are 0: doubt, since")
-    assert found["rule"] in result.err
+    said = "zero-shot is kept, all coefficients are 0: adapted predictions are not clearly better"
+    assert found["rule"].startswith(said)
+    assert f"atlas: {found['rule']}\n" in result.err
+    assert ("agreement" in result.err, "agreement" in asked.err) == (False, True)
+    assert "device: " in asked.err
     assert {"agreement", "entropy", "skew", "merit"} == found["zero_shot"].keys()
     assert sum(found["histogram"]["adapted"].values()) == 15
     assert found["histogram"]["adapted"] == found["histogram"]["zero-shot"]

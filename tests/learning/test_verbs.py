@@ -69,6 +69,14 @@ def test_a_search_without_labels_is_refused(world):
 def test_a_listener_gets_what_happens_in_order(world):
     heard: list[events.Event] = []
     fit(fit_recipe(world), on_event=heard.append)
+    phases = [event.name for event in heard if isinstance(event, events.PhaseStarted)]
+    assert phases == [
+        "finding the model and the images",
+        "opening the model and the vectors",
+        "hashing the images",
+        "scoring what was learned",
+    ]
+    heard = [event for event in heard if not isinstance(event, events.PhaseStarted)]
     kinds = [type(event) for event in heard]
     steps = kinds.count(events.StepTaken)
     assert kinds == [
