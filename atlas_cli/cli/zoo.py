@@ -23,9 +23,7 @@ BaseModel = Annotated[
     str | None,
     typer.Option("--model", metavar="BASE", help="For pull: another copy of the base model."),
 ]
-Storage = Annotated[
-    str, typer.Option(metavar="DTYPE", help="For pull: int8 (default), fp16, bf16 or fp32.")
-]
+Storage = Annotated[str, typer.Option(metavar="DTYPE", help="For pull: int8, fp16, bf16 or fp32.")]
 _COLUMNS = ("name", "base", "tasks", "format", "megabytes", "cached")
 
 
