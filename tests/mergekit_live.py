@@ -25,13 +25,14 @@ from mergekit.scripts.multimerge import load_config, make_tasks
 def run(path: Path) -> None:
     text, target = path.read_text(), str(path.with_suffix(".mergekit"))
     options = MergeOptions(copy_tokenizer=True, random_seed=0, quiet=True, allow_crimes=True)
+    options = options.model_copy(update={"write_model_card": False})  # it would ask the Hub
     options = options.model_copy(update={"lora_merge_cache": str(path.parent / "adapted")})
     documents = list(yaml.safe_load_all(text))
     if len(documents) == 1:
         run_merge(MergeConfiguration.model_validate(documents[0]), target, options)
         return
     between = str(path.with_suffix(".between"))
-    path.with_suffix(".between").mkdir(parents=True, exist_ok=True)
+    Path(between).mkdir(exist_ok=True)
     configs, needed = load_config(text, between)
     tasks = make_tasks(configs, needed, options, between, target, True)
     Executor(tasks, math_device="cpu", storage_device="cpu").execute()

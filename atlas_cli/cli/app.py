@@ -198,6 +198,7 @@ def list_commands() -> typer.Typer:
     from atlas_cli.cli.help import Command, Group, atlas
     from atlas_cli.cli.inspect import inspect
     from atlas_cli.cli.merge import merge
+    from atlas_cli.cli.mergekit_flags import MergeCommand
     from atlas_cli.cli.negate import negate
     from atlas_cli.cli.push import push
     from atlas_cli.cli.report import report
@@ -217,7 +218,7 @@ def list_commands() -> typer.Typer:
     commands = (demo, evaluate, data, draw, finetune, extract, fit, negate, add, tta)
     for command in (*commands, inspect, merge, export, push, zoo, report):
         name = "eval" if command is evaluate else command.__name__
-        app.command(name, cls=Command)(command)
+        app.command(name, cls=MergeCommand if command is merge else Command)(command)
     return app
 
 

@@ -29,6 +29,9 @@ RecipeFile = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help="YAML recipe, the folder of a run, or - for stdin."),
 ]
+Result = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="Folder of the model, instead of -o DIR.")
+]
 Folder = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the model.")
 ]
@@ -54,6 +57,17 @@ Push = Annotated[
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Merge NaN and Inf instead of stopping.")
 ]
+CopyTokenizer = Annotated[
+    bool, typer.Option("--copy-tokenizer/--no-copy-tokenizer", help="Copy that of the base.")
+]
+WriteCard = Annotated[
+    bool, typer.Option("--write-model-card/--no-write-model-card", help="Write README.md.")
+]
+Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="Instead of the recipe's seed.")]
+KeepIntermediate = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Keep the results of merges that others need."),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse recipes with parameters that have no effect.")
 ]
@@ -65,6 +79,7 @@ MaxRank = Annotated[
 
 def merge(
     recipe: RecipeFile = None,
+    result: Result = None,
     output: Folder = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -80,13 +95,17 @@ def merge(
     strict: Strict = False,
     max_rank: MaxRank = None,
     keep_downloads: KeepDownloads = False,
+    random_seed: Seed = None,
+    keep_intermediate: KeepIntermediate = None,
+    copy_tokenizer: CopyTokenizer = True,
+    write_model_card: WriteCard = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Merge models, or add task vectors to a base, by a recipe; print the path of the result.
 
     The recipe is a YAML file, mergekit's or a learned one, or the folder of a run of fit, negate,
-    add or tta.
+    add or tta. Flags of mergekit are understood, or named and ignored.
 
     \b
     Example:
@@ -101,6 +120,9 @@ def merge(
         return
     if recipe is None:
         raise UsageError("no recipe given; name a file, or - for stdin")
+    if output is not None and result is not None:
+        raise UsageError(f"two folders given: {result} and -o {output}")
+    output = output or result
     if output is None and not dry_run:
         raise UsageError("no folder given; name it with -o DIR, or ask for --dry-run")
     if explain is not None and not dry_run:
@@ -110,9 +132,11 @@ def merge(
     checked = _read_recipe(recipe, strict=strict)
     if max_rank is not None:
         checked = with_max_rank(checked, max_rank)
+    checked = checked if random_seed is None else checked.with_seed(random_seed)
     shown = read_evaluation_file(evaluation) if evaluation else None
     options = MergeOptions(
-        *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads)
+        *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads),
+        *(keep_intermediate, copy_tokenizer, write_model_card),
     )
     target = output or Path("merged")
     listener = _Listener(quiet=quiet)

@@ -15,7 +15,12 @@ from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import changed_config, restacked
 from atlas_cli.models.folders import copy_companion_files
 from atlas_cli.models.language import with_special_ids, with_vocabulary
-from atlas_cli.models.tokenizers import read_template, write_template, write_tokenizer
+from atlas_cli.models.tokenizers import (
+    read_template,
+    tokenizer_files,
+    write_template,
+    write_tokenizer,
+)
 from atlas_cli.recipes.chat_templates import chat_template
 from atlas_cli.recipes.merge import Merge
 
@@ -23,13 +28,21 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def write_companions(
-    merge: Merge, located: Mapping[str, Located], inputs: Inputs, folder: Path
+    merge: Merge,
+    located: Mapping[str, Located],
+    inputs: Inputs,
+    folder: Path,
+    *,
+    tokenizer: bool = True,
 ) -> None:
     """Copy the files beside the layout's model, with what the recipe changes in them."""
     change = partial(_changed, merge, located, inputs)
     copy_companion_files(located[merge.layout].model, folder, change)
     if inputs.adapter:
         write_text(folder / CONFIG, json.dumps(inputs.adapter.config, indent=2) + "\n")
+    if not tokenizer:
+        for path in tokenizer_files(folder):
+            path.unlink()
     if inputs.vocabulary:
         write_tokenizer(inputs.vocabulary.tokenizer, folder)
     if merge.recipe.chat_template:

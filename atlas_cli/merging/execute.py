@@ -78,6 +78,14 @@ class MergeRequest:
     shard: int = 5_000_000_000
     evaluation: Evaluated | None = None
     vectors: tuple[GatheredVector, ...] = ()
+    tokenizer: bool = True  # whether that of the layout's model is copied
+    card: bool = True
+
+    @property
+    def stem(self) -> str:
+        """How the names of files begin: loaders of diffusers look for another one."""
+        first = self.located[self.merge.layout].model.weights[0].name
+        return _DIFFUSERS if first.startswith(_DIFFUSERS) else "model"
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     inputs = open_inputs(merge, located, how, request.vectors)
     clip = is_clip(inputs.base) and not is_transformers(inputs.base)
     # open_clip looks for one file of this name.
-    stem, limit = ("open_clip_model", 1 << 62) if clip else (_stem(request), request.shard)
+    stem, limit = ("open_clip_model", 1 << 62) if clip else (request.stem, request.shard)
     if inputs.adapter:
         stem, limit = "adapter_model", 1 << 62  # peft looks for one file
     names = (inputs.layout, inputs.merged, inputs.compute)
@@ -126,12 +134,6 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     peak = check_memory(plan, inputs.producer, limits)
     head = open_entry(merge.recipe.head) if merge.recipe.head else None
     return PreparedMerge(request, inputs, plan, peak, head)
-
-
-def _stem(request: MergeRequest) -> str:
-    """How the names of files begin: loaders of diffusers look for another one."""
-    first = request.located[request.merge.layout].model.weights[0].name
-    return _DIFFUSERS if first.startswith(_DIFFUSERS) else "model"
 
 
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -214,19 +216,27 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
         text = header_text(shard.entries, metadata).ljust(shard.header)
         staging.write(shard.file, 0, shard.header.to_bytes(8, "little") + text)
     request, folder = prepared.request, staging.folder
-    write_companions(request.merge, request.located, prepared.inputs, folder)
+    write_companions(
+        request.merge, request.located, prepared.inputs, folder, tokenizer=request.tokenizer
+    )
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_text(folder / f"{_stem(request)}.safetensors.index.json", listed)
-    write_text(folder / MANIFEST, lock_text(recipe, origins(prepared.inputs.segments)))
+        write_text(folder / f"{request.stem}.safetensors.index.json", listed)
+    layers = origins(prepared.inputs.segments)
+    write_text(folder / MANIFEST, lock_text(recipe, layers, request.merge.preceding))
     if prepared.head:
         write_head(folder / HEAD, prepared.head)
-    shown = None
+    if request.card:
+        _write_card(prepared, folder, recipe)
+    staging.finish()
+
+
+def _write_card(prepared: PreparedMerge, folder: Path, recipe: dict[str, Any]) -> None:
+    request, shown = prepared.request, None
     if request.evaluation:
         digests = written_hashes(prepared.plan, folder)  # they tell which results are of this model
         shown = Shown(request.evaluation, request.target.absolute().name, digests)
     write_text(folder / "README.md", card_text(request.merge, recipe, request.located, shown))
-    staging.finish()
 
 
 # Threads --------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
 from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
 from atlas_cli.merging.vocabulary import Vocabulary, aligned, build_vocabulary, rows_of
 from atlas_cli.models.language import is_head, is_untied, reconciled
-from atlas_cli.models.tokenizers import Tokenizer, read_tokenizer
-from atlas_cli.recipes.merge import Merge, MergeRecipe, VectorFile
+from atlas_cli.models.tokenizers import Tokenizer, differing, read_tokenizer
+from atlas_cli.recipes.merge import Merge, MergeRecipe
+from atlas_cli.recipes.merge_entries import VectorFile
 from atlas_cli.recipes.merge_tokenizer import BASE, UNION
 from atlas_cli.registry import MERGE_METHODS
 from atlas_cli.sources.locate import Source
@@ -93,7 +94,8 @@ def open_vocabulary(
     """The vocabulary that a recipe asks for, and what should be known about it."""
     wish = merge.tokenizer
     if wish is None:
-        return None, []
+        folders = {who: located[who].model.folder for who in opened}
+        return None, differing(folders, merge.layout) if merge.parts[0].ranges is None else []
     rows = {who: rows_of(tensors, who) for who, tensors in opened.items()}
 
     def read(who: str) -> Tokenizer:

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.files import recover
+from atlas_cli.merging.located import check_inputs, locate_inputs
 from atlas_cli.merging.model_card import Evaluated
 from atlas_cli.merging.provenance import (
     MANIFEST,
-    TOKENIZER,
     Located,
     origin_lines,
-    tokenizer_of,
 )
-from atlas_cli.sources.locate import COMPANION_FILES, locate, locate_file
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.merging.steps import folder_of_steps, make_steps, planned_steps
 from atlas_cli.sources.vector_names import source_problems
 
 if TYPE_CHECKING:
@@ -51,6 +49,9 @@ class MergeOptions:
     evaluation: Evaluated | None = None
     allow_nonfinite: bool = False
     keep_downloads: bool = False
+    keep: Path | None = None  # where results of merges between go; else they go in the end
+    tokenizer: bool = True  # whether the tokenizer of the base is copied
+    card: bool = True  # whether a model card is written
 
 
 # Events and results ---------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class MergePlan:
     threads: int
     beside: list[str]
     files: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
     layers: list[dict[str, Any]]
     explained: list[dict[str, Any]]
     outputs: list[dict[str, Any]]
@@ -154,6 +156,11 @@ class MergePlan:
             f"written  {self.bytes_written / 1e6:,.1f} MB in {len(self.files)} file(s)",
             f"memory   {self.peak_memory / 1e6:,.1f} MB at most, {self.threads} threads",
             f"beside   {', '.join(self.beside) or 'nothing'}",
+        ]
+        lines += [
+            f"step     {one['name']}: {one['method']}, {one['tensors']} tensors, "
+            f"{one['bytes_written'] / 1e6:,.1f} MB"
+            for one in self.steps
         ]
         lines += [f"layers   {line}" for line in origin_lines(self.layers)]
         for one in self.explained:
@@ -178,7 +185,19 @@ def merge(
     """
     checked, target, options = _checked(recipe), Path(output), options or MergeOptions()
     _check_place(target, force=options.force)
-    prepared = _prepare(checked, target, options, on_event)
+    if not checked.steps:
+        return _write(checked, target, options, on_event)
+    between = replace(options, force=True, evaluation=None)
+    with folder_of_steps(target, options.keep) as folder:
+        last = make_steps(
+            *(checked, folder, locate_inputs),
+            lambda step, place: _write(step, place, between, on_event),
+        )
+        return _write(last, target, options, on_event)
+
+
+def _write(merge: Merge, target: Path, options: MergeOptions, on_event: MergeListener) -> Merged:
+    prepared = _prepare(merge, target, options, on_event)
     check_target(target, force=options.force)
 
     from atlas_cli.merging.execute import write
@@ -186,11 +205,11 @@ def merge(
     on_event(MergeStarted(prepared.plan.bytes))
     write(prepared, lambda count: on_event(BytesWritten(count)))
     plan, adapter = prepared.plan, prepared.inputs.adapter
-    if adapter and checked.recipe.max_rank and (error := adapter.error()) is not None:
-        on_event(RankReduced(checked.recipe.max_rank, error))
+    if adapter and merge.recipe.max_rank and (error := adapter.error()) is not None:
+        on_event(RankReduced(merge.recipe.max_rank, error))
     return Merged(
         str(target),
-        checked.method,
+        merge.method,
         len(plan.outputs),
         sum(tensor.size for tensor in plan.outputs),
         plan.bytes,
@@ -211,8 +230,25 @@ def plan_merge(
     `explain` is a regular expression: the parameters of tensors whose names it finds are given.
     """
     checked, options = _checked(recipe), options or MergeOptions()
-    prepared = _prepare(checked, Path(output), options, on_event)
 
+    def prepare(merge: Merge, target: Path) -> PreparedMerge:
+        return _prepare(merge, target, options, on_event)
+
+    with planned_steps(checked, prepare) as (last, steps):
+        prepared = prepare(last, Path(output))
+        listed = [_step(one) for one in steps]
+        return _plan_of(prepared, explain, listed)
+
+
+def _step(prepared: PreparedMerge) -> dict[str, Any]:
+    merge, plan = prepared.request.merge, prepared.plan
+    facts = {"name": merge.name, "method": merge.method, "tensors": len(plan.outputs)}
+    return {**facts, "bytes_written": plan.bytes}
+
+
+def _plan_of(
+    prepared: PreparedMerge, explain: str | None, steps: list[dict[str, Any]]
+) -> MergePlan:
     from atlas_cli.merging.execute import peak_memory
     from atlas_cli.merging.plan import explained
     from atlas_cli.merging.segments import origins
@@ -220,7 +256,7 @@ def plan_merge(
     plan, inputs = prepared.plan, prepared.inputs
     merged = sum(tensor.merged for tensor in plan.outputs)
     return MergePlan(
-        method=checked.method,
+        method=prepared.request.merge.method,
         tensors=len(plan.outputs),
         merged=merged,
         copied=len(plan.outputs) - merged,
@@ -230,6 +266,7 @@ def plan_merge(
         threads=prepared.request.limits.threads,
         beside=prepared.companions,
         files=[{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
+        steps=steps,
         layers=origins(inputs.segments),
         explained=explained(inputs.segments, inputs.resolved, explain) if explain else [],
         outputs=[tensor.facts() for tensor in plan.outputs],
@@ -259,8 +296,8 @@ def _prepare(
 ) -> PreparedMerge:
     if merge.idle:
         on_event(SettingsUnused(merge.idle))
-    located = _locate(merge)
-    _check_inputs(target, located)
+    located = locate_inputs(merge)
+    check_inputs(target, located)
 
     from atlas_cli.merging.execute import Limits, MergeRequest, prepare, resident
     from atlas_cli.merging.plan import idle_filters
@@ -273,7 +310,7 @@ def _prepare(
     vectors = _gathered(merge, located, options, on_event)
     request = MergeRequest(
         *(_pinned(merge, vectors), located, target, limits, options.shard, options.evaluation),
-        vectors=vectors,
+        *(vectors, options.tokenizer, options.card),
     )
     prepared = prepare(request)
     for text in prepared.inputs.doubts:
@@ -302,7 +339,7 @@ def _gathered(
 
 def _pinned(merge: Merge, vectors: Sequence[GatheredVector]) -> Merge:
     """The merge with vectors by the names that stay true; as it is if all are plain files."""
-    from atlas_cli.recipes.merge import VectorFile
+    from atlas_cli.recipes.merge_entries import VectorFile
 
     if all(one.storage is None and one.commit is None for one in vectors):
         return merge
@@ -311,42 +348,6 @@ def _pinned(merge: Merge, vectors: Sequence[GatheredVector]) -> Merge:
         for one in vectors
     ]
     return merge.with_vectors(entries, {one.text: one.file for one in vectors})
-
-
-def _locate(merge: Merge) -> dict[str, Located]:
-    """Find the files behind every reference, and download them if need be."""
-    from atlas_cli.recipes.merge import split_adapter
-
-    found = {}
-    for reference in merge.references:
-        model, adapter = split_adapter(reference)
-        companions = COMPANION_FILES if reference == merge.layout else ()
-        added = locate(parse_reference(adapter)) if adapter else None
-        found[reference] = Located(locate(parse_reference(model), companions), added)
-    return found | _locate_tokenizers(merge)
-
-
-def _locate_tokenizers(merge: Merge) -> dict[str, Located]:
-    """The tokenizers that a recipe aligns models with, each as an input of its own."""
-    from atlas_cli.recipes.merge import split_adapter
-
-    wish = merge.tokenizer
-    if wish is None:
-        return {}
-    named = [] if wish.source in ("base", "union") else [wish.source]
-    found = {}
-    for reference in dict.fromkeys([*merge.references, *named]):
-        source = locate_file(parse_reference(split_adapter(reference)[0]), TOKENIZER)
-        if source is not None:
-            found[tokenizer_of(reference)] = Located(source)
-    return found
-
-
-def _check_inputs(target: Path, located: Mapping[str, Located]) -> None:
-    """Raise UsageError if the result would be written over a model that it is made of."""
-    for reference, found in located.items():
-        if target.resolve() in [path.resolve().parent for path in found.model.weights]:
-            raise UsageError(f"{target}: is the folder of {reference}; write to another one")
 
 
 def check_target(target: Path, *, force: bool) -> None:

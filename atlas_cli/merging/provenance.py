@@ -78,7 +78,10 @@ def locked(merge: Merge, located: Mapping[str, Located], digests: Digests) -> di
         name: _by_kind(digests[name]) | ({"commit": commit} if commit else {})
         for name, commit in _named_sources(merge, located).items()
     }
-    return recipe
+    from atlas_cli.recipes.merge_documents import with_places
+
+    named: dict[str, Any] = with_places(recipe, merge.aliases)
+    return named
 
 
 def _by_kind(digests: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -195,10 +198,18 @@ def check_hashes(merge: Merge, digests: Digests) -> None:
                     )
 
 
-def lock_text(recipe: dict[str, Any], origins: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The locked recipe as a file; `origins` say where the layers of a stack come from."""
+def lock_text(
+    recipe: dict[str, Any],
+    origins: Sequence[Mapping[str, Any]] = (),
+    preceding: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The locked recipe as a file; `origins` say where the layers of a stack come from.
+
+    `preceding` are the locked recipes of merges that it needs.
+    """
     comment = "The recipe of this model, with every input pinned. Merging it gives the same bytes."
-    return write_mapping(recipe, "\n".join([comment, *origin_lines(origins)]))
+    last = write_mapping(recipe, "\n".join([comment, *origin_lines(origins)]))
+    return "---\n".join([*(write_mapping(one, "") for one in preceding), last])
 
 
 def origin_lines(origins: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -84,6 +84,36 @@ def _declared(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def differing(folders: Mapping[str, Path], first: str) -> list[str]:
+    """A sentence for each model whose tokenizer has other ids than that of the first model."""
+    if not has_tokenizer(folders[first]):
+        return []
+    text = (folders[first] / FILE).read_bytes()
+    lines = []
+    for who, folder in folders.items():
+        if not has_tokenizer(folder) or (folder / FILE).read_bytes() == text:
+            continue
+        ours, theirs = (_ids(read_object(one / FILE)) for one in (folders[first], folder))
+        moved = [token for token in ours if theirs.get(token, ours[token]) != ours[token]]
+        if moved:
+            lines.append(
+                f"{who}: its tokenizer has other ids than that of {first} for {len(moved)} tokens, "
+                f"such as {moved[0]!r}, and their rows are merged with each other; "
+                "tokenizer_source: base or union aligns them"
+            )
+    return lines
+
+
+def _ids(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of tokens in a tokenizer.json, read without the library."""
+    model: Any = raw.get("model") or {}
+    words = model.get("vocab") or {}
+    if isinstance(words, list):  # with their scores
+        words = {str(word[0]): number for number, word in enumerate(words)}
+    added: Any = raw.get("added_tokens") or []
+    return {**words, **{str(one["content"]): int(one["id"]) for one in added}}
+
+
 # Changing -------------------------------------------------------------------------------------
 
 

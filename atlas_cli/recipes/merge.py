@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import model_serializer, model_validator
+from pydantic import model_serializer
 
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
-    STORAGES,
     SourceCheck,
     dtype_problem,
     idle_keys,
@@ -22,6 +21,15 @@ from atlas_cli.recipes.merge_checks import (
     refused_keys,
     semantic_problems,
     without_idle_keys,
+)
+from atlas_cli.recipes.merge_documents import in_order, name_of, with_places
+from atlas_cli.recipes.merge_entries import (
+    LockedEntry,
+    ModelEntry,
+    ModuleEntry,
+    Parameters,
+    SliceEntry,
+    VectorFile,
 )
 from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.merge_tokenizer import TokenizerEntry, TokenizerWish, wish_of
@@ -37,14 +45,11 @@ from atlas_cli.recipes.model import (
     Recipe,
     about,
     in_schema,
-    one_of,
     problems_of,
-    wrong_kind,
 )
-from atlas_cli.recipes.text import parse_mapping
+from atlas_cli.recipes.text import parse_documents
 from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
-Parameters = dict[str, Any] | None  # what may be in them depends on the method: see merge_checks
 Coefficients = Annotated[
     Annotated[dict[str, dict[str, Number]], TABLE] | Annotated[str, TEXT], TABLE_OR_TEXT
 ]
@@ -98,78 +103,6 @@ class LearnedRecipe(Recipe):
     scope: Annotated[str, about("`visual`: the image tower.")] = "visual"
     head: Annotated[HeadEntry | None, about("The head that was learned, if one was.")] = None
     seed: Annotated[int, about("The seed it was learned with.")] = 0
-
-
-class ModelEntry(Entry):
-    """A model to merge, and what holds for it alone."""
-
-    model: str
-    parameters: Parameters = None
-
-
-class LayerEntry(Entry):
-    """As ModelEntry, with the layers that it gives: from the first up to, not with, the last."""
-
-    model: str
-    layer_range: Annotated[list[int], in_schema(minItems=2, maxItems=2)]
-    parameters: Parameters = None
-
-
-class SliceEntry(Entry):
-    """Layers of the result, and the models that are merged into them."""
-
-    sources: Annotated[list[LayerEntry], in_schema(minItems=1)]
-    base_model: str | None = None
-    merge_method: str | None = None
-    parameters: Parameters = None
-
-
-class ModuleEntry(Entry):
-    """A part of a model, such as an encoder, and what is merged into it."""
-
-    models: list[ModelEntry] | None = None
-    slices: list[SliceEntry] | None = None
-    parameters: Parameters = None
-
-
-class VectorFile(Entry):
-    """A task vector: its file and, to be sure, its name and the file's sha256.
-
-    A recipe may write the file alone.
-    """
-
-    file: str
-    name: str | None = None
-    sha256: str | None = None
-    storage: Annotated[str, one_of(*STORAGES)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, found: Any) -> Any:
-        if not isinstance(found, str | dict | VectorFile):
-            raise wrong_kind("keys and values or str")
-        return {"file": found} if isinstance(found, str) else found
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        entry = handler.resolve_ref_schema(handler(schema))
-        del entry["description"]
-        return {"anyOf": [{"type": "string"}, entry]}
-
-
-class LockedEntry(Entry):
-    """What a reference was when the recipe was locked: its commit, and the digests of its files.
-
-    A file has a digest of one kind. Locks of older versions have sha256 only.
-    """
-
-    sha256: dict[str, str] = {}
-    blake3: dict[str, str] = {}
-    commit: str | None = None
-
-    def of(self, kind: str) -> dict[str, str]:
-        """The digests of one kind, by file."""
-        return self.blake3 if kind == "blake3" else self.sha256
 
 
 class MergeRecipe(Recipe):
@@ -318,7 +251,9 @@ class Merge:
 
     `layout` is the model whose names, files and configuration the result has. `raw` is the recipe
     as it was given, `idle` what of it has no effect, and `files` are those of task vectors that
-    have other names than their files.
+    have other names than their files. `steps` are merges whose results it needs, by their names, in
+    their order; once they are made, `aliases` have the names of their places, and `preceding`
+    their locked recipes.
     """
 
     method: str
@@ -327,6 +262,10 @@ class Merge:
     recipe: MergeRecipe
     raw: Mapping[str, Any]
     idle: tuple[str, ...] = ()
+    name: str | None = None
+    steps: tuple[Merge, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    preceding: tuple[Mapping[str, Any], ...] = ()
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def with_vectors(self, entries: Sequence[VectorFile], files: Mapping[str, Path]) -> Merge:
@@ -346,6 +285,19 @@ class Merge:
         given = (self.layout, *(model for part in self.parts for model in part.references))
         return tuple(dict.fromkeys(given))
 
+    def with_seed(self, seed: int) -> Merge:
+        """The merge, and its steps, with another seed."""
+        recipe = self.recipe.model_copy(update={"seed": seed})
+        steps = tuple(step.with_seed(seed) for step in self.steps)
+        return replace(self, recipe=recipe, raw={**self.raw, "seed": seed}, steps=steps)
+
+    def placed(self, places: Mapping[str, str]) -> Merge:
+        """The merge with results of other merges by their places instead of their names."""
+        raw = with_places(self.raw, places)
+        aliases = {place: name for name, place in places.items()}
+        found = _normal(MergeRecipe.model_validate(raw), raw)
+        return replace(found, idle=self.idle, name=self.name, aliases=aliases)
+
 
 def read_merge(
     text: str,
@@ -356,10 +308,38 @@ def read_merge(
 ) -> Merge:
     """Read the recipe of a merge. Raises UsageError with one line for every problem found.
 
-    `check_source` says what is wrong with references to models and task vectors. `strict` takes
-    what has no effect for a problem, too.
+    Of several documents it is the one that the others are steps of. `check_source` says what is
+    wrong with references to models and task vectors. `strict` takes what has no effect for a
+    problem, too.
     """
-    found = parse_mapping(text, where)
+    documents = parse_documents(text, where)
+    if len(documents) == 1:
+        return _read_one(documents[0], where, check_source, strict=strict)
+    order, names = in_order(documents, where), [name_of(one) for one in documents]
+
+    def check(kind: Literal["model", "vector"], reference: str) -> Sequence[str]:
+        known = split_adapter(reference)[0] in names
+        return () if known or check_source is None else check_source(kind, reference)
+
+    found: dict[int, Merge] = {}
+    lines: list[str] = []
+    for number, document in enumerate(documents):
+        own = {key: value for key, value in document.items() if key not in ("name", "out_path")}
+        try:
+            found[number] = _read_one(own, f"{where}#{number + 1}", check, strict=strict)
+        except UsageError as problem:
+            lines += problem.args
+    if lines:
+        raise UsageError(*lines)
+    merges = [replace(found[number], name=names[number]) for number in order]
+    unused = tuple(f"document {n + 1} ({names[n]})" for n in range(len(names)) if n not in order)
+    last = merges[-1]
+    return replace(last, steps=tuple(merges[:-1]), idle=(*last.idle, *unused))
+
+
+def _read_one(
+    found: Mapping[Any, Any], where: str, check_source: SourceCheck | None, *, strict: bool
+) -> Merge:
     idle = idle_keys(found)
     lines = [f"{where}.{path}: has no effect here" for path in idle] if strict else []
     known = without_idle_keys(found)
@@ -368,14 +348,14 @@ def read_merge(
     lines += [*refused_keys(found, where), *problems.structure, *problems.values]
     if lines:
         raise UsageError(*dict.fromkeys(lines))
-    return _normal(MergeRecipe.model_validate(rest), rest, idle)
+    return replace(_normal(MergeRecipe.model_validate(rest), rest), idle=idle)
 
 
-def _normal(recipe: MergeRecipe, raw: Mapping[str, Any], idle: tuple[str, ...]) -> Merge:
+def _normal(recipe: MergeRecipe, raw: Mapping[str, Any]) -> Merge:
     """Parts in the order of the result's layers; a recipe for task vectors has none."""
     parts = tuple(_part(group) for group in groups_of(raw))
     first = parts[0].references[0] if parts else ""
-    return Merge(recipe.merge_method, recipe.base_model or first, parts, recipe, raw, idle)
+    return Merge(recipe.merge_method, recipe.base_model or first, parts, recipe, raw)
 
 
 def _part(group: Group) -> Part:

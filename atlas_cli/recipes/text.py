@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,17 @@ _DEEP = 50
 
 def parse_mapping(text: str, where: str) -> dict[Any, Any]:
     """The keys and values of a YAML text. Raises UsageError for anything else."""
-    found = _parse(text, where)
+    return _mapping(_parse(text, where, _load), where)
+
+
+def parse_documents(text: str, where: str) -> list[dict[Any, Any]]:
+    """The keys and values of every document of a YAML text; a text without any has one."""
+    found = [one for one in _parse(text, where, _load_all) if one is not None] or [None]
+    places = [where] if len(found) == 1 else [f"{where}#{n}" for n in range(1, len(found) + 1)]
+    return [_mapping(one, place) for one, place in zip(found, places, strict=True)]
+
+
+def _mapping(found: Any, where: str) -> dict[Any, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{where}: expected keys and values, found {type(found).__name__}")
     return found
@@ -258,10 +268,18 @@ for _kind in (_Strict, _Dumper):  # the writer quotes text that the reader would
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789"])
 
 
-def _parse(text: str, where: str) -> Any:
+def _load(text: str) -> Any:
+    return yaml.load(text, _Strict)
+
+
+def _load_all(text: str) -> list[Any]:
+    return list(yaml.load_all(text, _Strict))
+
+
+def _parse(text: str, where: str, load: Callable[[str], Any]) -> Any:
     try:
         _check_size(text)
-        return yaml.load(text, _Strict)
+        return load(text)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark
         line = f" on line {mark.line + 1}" if mark else ""

@@ -47,6 +47,15 @@ def test_tokens_in_another_order_meet_their_own_rows(merge, tmp_path: Path):
     assert ids(out) == ids(tmp_path / "m1")
 
 
+def test_other_ids_are_told_if_a_recipe_does_not_align_them(call, merge, tmp_path: Path):
+    for number, added in enumerate([[START, END], [END, START]], start=1):
+        model(tmp_path / f"m{number}", number, added)
+    (tmp_path / "r.yaml").write_text(json.dumps(linear(1, 1)))
+    said = call("merge", "r.yaml", "out", "--memory", "8GB").err
+    assert "./m2: its tokenizer has other ids than that of ./m1 for 2 tokens" in said
+    assert "tokenizer_source: base or union aligns them" in said
+
+
 def test_rows_that_belong_to_no_token_are_left_out(merge, tmp_path: Path):
     one = model(tmp_path / "m1", 1, [])
     two = model(tmp_path / "m2", 2, [], rows=12)
@@ -84,8 +93,7 @@ def test_the_tokenizer_of_a_model_brings_its_files_and_its_ids(merge, tmp_path: 
     lock = (out / "atlas_recipe.lock.yaml").read_text()
     assert "./m1/tokenizer.json:" in lock
     write_tokenizer(tmp_path / "m1", [END, START], size=20)
-    (tmp_path / "lock.yaml").write_text(lock)
-    with pytest.raises(AssertionError, match=r"tokenizer.json is not what the recipe was locked"):
+    with pytest.raises(AssertionError, match="is not what the recipe was locked with"):
         merge(json.loads(json.dumps(_mapping(lock))), to="again")
 
 
