@@ -228,6 +228,25 @@ def granularity_pattern() -> str:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """A basis for coefficients; with a `parameter`, a whole number follows its name."""
+
+    name: str
+    function: Callable[..., Any]
+    parameter: str
+
+    @property
+    def label(self) -> str:
+        """The name as messages show it."""
+        return f"{self.name}:{self.parameter}" if self.parameter else self.name
+
+    @property
+    def expression(self) -> str:
+        """A regular expression for what a recipe may say."""
+        return f"{self.name}:[1-9][0-9]{{0,3}}" if self.parameter else self.name
+
+
+@dataclass(frozen=True)
 class Registered:
     """A function, and what was said about it when it was registered."""
 
@@ -265,6 +284,7 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
 )
 POST_STEPS: Registry[PostStep] = Registry("post step", "atlas_cli.merge_methods.spectral")
 GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
+BASES: Registry[Basis] = Registry("basis", "atlas_cli.vectors.basis")
 ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
 NEEDS = ("labels", "prior", "weak")
 OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.learning.objectives")
@@ -276,6 +296,25 @@ DATASET_KINDS: Registry[Registered] = Registry(
     "atlas_cli.datasets.from_hub",
     "atlas_cli.datasets.from_tars",
 )
+
+
+def basis(name: str, *, parameter: str = "") -> Callable[[Function], Function]:
+    """Register a function as a basis: directions(vectors, parameter, seed) -> blocks of vectors."""
+
+    def register(function: Function) -> Function:
+        BASES.add(name, Basis(name, function, parameter), function)
+        return function
+
+    return register
+
+
+def find_basis(text: str) -> Basis:
+    """The basis that a recipe names. Raises UsageError with the names that there are."""
+    found = BASES.get(text.partition(":")[0])
+    if found is None or not re.fullmatch(found.expression, text):
+        listed = " or ".join(one.label for one in BASES.values())
+        raise UsageError(f"basis: expected {listed}, found {text!r}")
+    return found
 
 
 def adapter(name: str) -> Callable[[type[AdapterKind]], type[AdapterKind]]:

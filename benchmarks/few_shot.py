@@ -3,6 +3,7 @@
     python benchmarks/few_shot.py [--work DIR] [--shots 1 2 4 8 16] [--seeds 0 1 2] [--jobs 2]
     python benchmarks/few_shot.py --augment flip --shots 2 --seeds 0 [--work DIR]
     python benchmarks/few_shot.py --storage [--work DIR]
+    python benchmarks/few_shot.py --heads [--work DIR] [--ways WAY...]
 
 Every task is the target once, with its own vector left out of the pool of eight. All methods see
 the same images; nothing is selected on the test split. Prints a markdown table of the mean test
@@ -22,11 +23,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import build_tiny
 import storage
 import torch
 import torch.nn.functional as F
+from contenders import WAYS, measure_all, tables
 
 from atlas_cli.core.storage import Form
 from atlas_cli.datasets.builtin import TASKS
@@ -237,6 +240,13 @@ def show_forms(rows: list[Row]) -> None:
     print("\n".join(table(header, cells)))
 
 
+def built_in(task: str, shots: int, seed: int) -> dict[str, Any]:
+    """A built-in task with the vectors that come with the others."""
+    others = [f"builtin:{name}" for name in TARGETS if name != task]
+    given = {"data": f"builtin:{task}", "model": "builtin:tiny", "vectors": others}
+    return {**given, "shots": shots, "seed": seed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("few_shot_work"))
@@ -244,9 +254,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--augment", choices=("none", "crop", "flip"), default="none")
+    parser.add_argument("--heads", action="store_true", help="heads and presets, as real.py")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
     parser.add_argument("--storage", action="store_true", help="compare how vectors are kept")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    if options.heads:
+        file, plan = options.work / "heads.jsonl", (TARGETS, options.shots, options.seeds)
+        rows_of_heads = measure_all(file, built_in, *plan, options.ways)
+        print("\n".join(tables(rows_of_heads, *plan)))
+        return
     make_vectors(options.work)
     if options.storage:
         jobs = [Job(task, 4, 0, "block", form) for form in FORMS for task in TARGETS]

@@ -1,13 +1,13 @@
 """Few-shot learning on photographs: every method of `atlas fit`, beside its baselines.
 
-    python benchmarks/real.py --data FOLDER --model MODEL [--work DIR] [--quick]
+    python benchmarks/real.py --data FOLDER --model MODEL [--work DIR] [--pool TASK...] [--quick]
 
 FOLDER has a folder per task with train/CLASS, test/CLASS and info.json: the class names by folder
 and a prompt template. MODEL is an open_clip folder; it is run at --size pixels. A task vector is
 made of every task by `atlas finetune`; every target is then learned with the vectors of all
 others. Nothing is selected on the test split. Fine-tuned vectors and finished rows are kept in
 DIR, so that a run that was stopped goes on. Prints one markdown table per number of shots. --quick
-takes two targets and one seed.
+takes three targets, four shots, one seed and the main ways.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from contenders import WAYS, measure_all, tables
+
+QUICK = ("zero-shot", "tip-f", "lpp", "probe", "block", "fast", "best")
 STEPS, BATCH, RATE = 60, 32, 5e-4  # of fine-tuning
 
 
@@ -40,13 +44,12 @@ def lay_out(source: Path, work: Path) -> Path:
 
 
 def resized(model: Path, size: int, work: Path) -> Path:
-    """The model with another image size in its configuration; the weights are linked."""
+    """The model with another image size in its configuration; all else is copied."""
     target = work / f"model{size}"
     if not target.exists():
         target.mkdir(parents=True)
-        for path in model.iterdir():
-            if path.name != "open_clip_config.json":
-                (target / path.name).symlink_to(path.resolve())
+        shutil.copytree(model, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        target.chmod(0o755)
         config = json.loads((model / "open_clip_config.json").read_text("utf-8"))
         config["model_cfg"]["vision_cfg"]["image_size"] = size
         config["preprocess_cfg"]["size"] = size
@@ -76,12 +79,34 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="an open_clip folder")
     parser.add_argument("--work", type=Path, default=Path("real_work"))
     parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--shots", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--pool", nargs="+", help="tasks to make vectors of; default all")
+    parser.add_argument("--targets", nargs="+", help="tasks to learn; default all of the pool")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    parser.add_argument("--quick", action="store_true", help="four shots of one seed, few ways")
     options = parser.parse_args()
-    sources = sorted(path for path in options.data.iterdir() if (path / "info.json").exists())
-    tasks = [lay_out(source, options.work) for source in sources]
+    found = sorted(path for path in options.data.iterdir() if (path / "info.json").exists())
+    pool = options.pool or [path.name for path in found]
+    paths = {path.name: lay_out(path, options.work) for path in found if path.name in pool}
     model = resized(options.model, options.size, options.work)
-    for task in tasks:
-        print(make_vector(task, model, options.work), file=sys.stderr)
+    vectors = {name: make_vector(path, model, options.work) for name, path in paths.items()}
+    targets, shots, seeds, ways = (
+        options.targets or pool,
+        options.shots,
+        options.seeds,
+        options.ways,
+    )
+    if options.quick:
+        targets, shots, seeds, ways = targets[:3], [4], [0], QUICK
+
+    def target(task: str, k: int, seed: int) -> dict[str, Any]:
+        others = [str(path) for name, path in vectors.items() if name != task]
+        given = {"data": str(paths[task]), "model": str(model), "vectors": others}
+        return {**given, "shots": k, "seed": seed}
+
+    rows = measure_all(options.work / "rows.jsonl", target, targets, shots, seeds, ways)
+    print("\n".join(tables(rows, targets, shots, seeds)))
 
 
 if __name__ == "__main__":

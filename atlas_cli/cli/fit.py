@@ -26,6 +26,10 @@ AllowTarget = Annotated[
 ]
 
 
+Basis = Annotated[
+    str | None,
+    typer.Option("--basis", metavar="NAME", help="svd:K, pca:K or random instead of the vectors."),
+]
 Preset = Annotated[
     str | None,
     typer.Option("--preset", metavar="NAME", help="paper (default), fast, or best: folds decide."),
@@ -48,6 +52,7 @@ AdapterStage = Annotated[
 def fit(
     data: Data,
     allow_target: AllowTarget = False,
+    basis: Basis = None,
     preset: Preset = None,
     adapter: Adapter = None,
     adapter_stage: AdapterStage = None,
@@ -70,6 +75,7 @@ def fit(
 
     own = {
         "allow_target": allow_target,
+        "basis": basis,
         "preset": preset,
         "adapter": adapter,
         "adapter_stage": adapter_stage,

@@ -48,6 +48,7 @@ PANELS: dict[str, tuple[str, ...]] = {
             "tune",
             "lora",
             "adapter",
+            "basis",
             "preset",
             "adapter_stage",
         ),

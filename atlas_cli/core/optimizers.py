@@ -31,17 +31,19 @@ class OptimizerConfig:
     penalty_weight: float = 0.0
     schedule: str = "cosine"
     warmup: int = 0
+    warmup_share: float = 0.0  # of all steps, where `warmup` is not given
     sharp: bool = False
     low: float = -math.inf
     high: float = math.inf
 
     def rate_at(self, number: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, out of `steps`."""
-        if number < self.warmup:
-            return self.rate * (number + 1) / self.warmup
+        warmup = self.warmup or int(self.warmup_share * steps)
+        if number < warmup:
+            return self.rate * (number + 1) / warmup
         if self.schedule == "constant":
             return self.rate
-        share = (number - self.warmup) / (steps - self.warmup)
+        share = (number - warmup) / (steps - warmup)
         return self.rate * (1 + math.cos(math.pi * share)) / 2
 
     def bounded(self, coefficients: torch.Tensor) -> torch.Tensor:

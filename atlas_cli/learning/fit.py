@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.dataset import Dataset, open_dataset
-from atlas_cli.errors import DataError
+from atlas_cli.errors import DataError, UsageError
 from atlas_cli.learning.events import Listener, ignore, never
 from atlas_cli.learning.inputs import open_labelled
 from atlas_cli.learning.run import (
+    Inputs,
     LearningResult,
     LearningVerb,
     Report,
@@ -75,6 +78,7 @@ class Fitting(LearningVerb):
 
     def objective(self, setup: Setup) -> tuple[LabelledObjective, Policy]:
         """Cross-entropy on the images of one task."""
+        from atlas_cli.learning.basis import singular_start, singular_training
         from atlas_cli.learning.batches import LabelledObjective, TaskData
         from atlas_cli.learning.heads import JOINT, AutoObjective, attach, check_adapter, headed
         from atlas_cli.learning.selection import policy_for, validated
@@ -82,11 +86,11 @@ class Fitting(LearningVerb):
 
         recipe, start = self.recipe, setup.table()
         head: Classifier = setup.heads[0]
-        auto = recipe.adapter == "auto"
+        auto, singular = recipe.adapter == "auto", bool(recipe.basis and recipe.basis[:3] == "svd")
         policy = (
             validated(setup.tasks, recipe.seed, _FOLDS)
             if auto
-            else policy_for(recipe.select, setup.tasks, recipe.seed)
+            else policy_for(self._select, setup.tasks, recipe.seed)
         )
         if recipe.adapter not in ("none", "auto"):
             check_adapter(setup, recipe.adapter)
@@ -97,13 +101,40 @@ class Fitting(LearningVerb):
         objective = kind(
             setup.model,
             (TaskData(setup.tasks[0], head),),
-            training_of(recipe),
+            training_of(recipe) if not singular else singular_training(recipe),
             recognise,
             start,
             judges=setup.judges,
             scaled=setup.scaled,
         )
+        if singular:
+            objective = replace(objective, start=singular_start(setup, objective, policy))
         return objective, policy
+
+    @property
+    def _select(self) -> str:
+        """What decides which step is kept: for singular directions the best epoch on the shots."""
+        singular = self.recipe.basis and self.recipe.basis.startswith("svd:")
+        return "same" if singular and self.recipe.select == "last" else self.recipe.select
+
+    @contextmanager
+    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+        """The directions of a basis as vectors, if one is asked for."""
+        if self.recipe.basis is None:
+            yield inputs
+            return
+        if folder is None:
+            raise UsageError("--basis writes its directions into the run's folder; use -o DIR")
+
+        from atlas_cli.learning.basis import check_sources
+        from atlas_cli.learning.run_folder import trimmed_folder
+        from atlas_cli.vectors.basis import write_basis
+
+        if not self.recipe.allow_target:
+            check_sources(inputs.vectors, inputs.datasets[0])
+        with trimmed_folder(folder) as target:
+            made = write_basis(self.recipe.basis, inputs.vectors, target, self.recipe.seed)
+            yield replace(inputs, vectors=tuple(made))
 
     @property
     def _joint(self) -> bool:

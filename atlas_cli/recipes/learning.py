@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.errors import nearest
+from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.merge_checks import STORAGES
 from atlas_cli.recipes.model import (
     GRANULARITY,
@@ -40,7 +40,7 @@ from atlas_cli.recipes.text import (
     parse_schedule,
     parse_shares,
 )
-from atlas_cli.registry import ADAPTERS, OBJECTIVES, objectives_of
+from atlas_cli.registry import ADAPTERS, BASES, OBJECTIVES, find_basis, objectives_of
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -62,6 +62,14 @@ _FAST: Mapping[str, Any] = {
     "batch_size": 16,
     "epochs": 6,
     "augment": "slight",
+}
+# The schedule of BOLT; see core/basis.py.
+BOLT: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "batch_size": 32,
+    "epochs": 20,
+    "min_steps": 1,
 }
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {},
@@ -99,6 +107,18 @@ def objective_of(command: str) -> Check:
         return f"expected {listed}, found {word!r}{nearest(word, names)}"
 
     return Check(problem, lambda: {"enum": objectives_of(command)})
+
+
+def _basis_problem(text: str) -> str | None:
+    try:
+        find_basis(text)
+    except UsageError as problem:
+        return str(problem).removeprefix("basis: ")
+    return None
+
+
+def _basis_pattern() -> str:
+    return f"^({'|'.join(one.expression for one in BASES.values())})$"
 
 
 def _adapters() -> list[str]:
@@ -143,7 +163,7 @@ class LearnRecipe(Recipe):
         *("schedule", "augment", "groups"),
         *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
         *("init", "clamp", "ties", "individual"),
-        *("preset", "adapter", "adapter_stage"),
+        *("basis", "preset", "adapter", "adapter_stage"),
         *("tune", "trusted_per_class", "power", "prior", "threshold"),
         *("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip", "weight_decay", "seed"),
     )
@@ -236,6 +256,13 @@ class FitRecipe(LearnRecipe):
         one_of("flip", "crop", "slight", "none"),
         about("`flip`, `crop`, `slight` (crops of nine tenths or more) or `none`."),
     ] = "flip"
+    basis: Annotated[
+        Annotated[str, Check(_basis_problem, lambda: {"pattern": _basis_pattern()})] | None,
+        about(
+            "Directions instead of the vectors themselves: `svd:K` (singular directions of every "
+            "matrix, with BOLT's schedule), `pca:K` or `random` (of the same norms)."
+        ),
+    ] = None
     preset: Annotated[
         str,
         one_of(*PRESETS),
@@ -266,6 +293,8 @@ class FitRecipe(LearnRecipe):
     def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
         preset = found.get("preset")
         found = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **found}
+        if str(found.get("basis", "")).startswith("svd:"):
+            return {**BOLT, **found}
         entry = ADAPTERS.get(name) if isinstance(name := found.get("adapter"), str) else None
         if name == "auto" or (entry and entry.joint and found.get("vectors")):
             return {"adapter_stage": "joint", **found}
@@ -278,6 +307,15 @@ class FitRecipe(LearnRecipe):
         joint = found.get("adapter_stage") == "joint"
         if name == "none" and not vectors:
             yield "vectors", f"names no task vector, found {vectors or []}"
+        if basis := found.get("basis"):
+            if not vectors:
+                yield "basis", f"there are no vectors to take directions of, found {basis!r}"
+            if joint and str(basis).startswith("svd:"):
+                yield "adapter_stage", "singular directions are trained alone, found 'joint'"
+            if found.get("method", "learned") != "learned":
+                yield "method", f"a basis has no uniform scale, found {found['method']!r}"
+            if (kind := found.get("granularity", "block")) != "block" or found.get("groups"):
+                yield "granularity", f"a basis has a coefficient per block, found {kind!r}"
         if joint and name == "none":
             yield "adapter_stage", "there is no adapter, found 'joint'"
         if joint and entry and not entry.rates:
