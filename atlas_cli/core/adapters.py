@@ -39,11 +39,6 @@ class Shots:
     projection: torch.Tensor | None = None
 
     @property
-    def scale(self) -> torch.Tensor:
-        """s, the length of the rows of the zero-shot head."""
-        return self.text.square().sum(dim=1).sqrt().mean()
-
-    @property
     def per_class(self) -> int:
         """The number of images of the class that has fewest, of those that have any."""
         counts = torch.bincount(self.labels, minlength=len(self.text))
@@ -132,23 +127,22 @@ def check_count(name: str, found: Adapter, fewest: int, where: str) -> None:
 
 @adapter("probe")
 class Probe(Adapter):
-    """logits = W z, from W = s t and drawn to it: cross-entropy + (100/N) sum |W/s - t|^2.
+    """logits = W z, from W = s t and drawn to it: cross-entropy + 0.01 |W - s t|^2 / N.
 
-    Full-batch AdamW with a rate of 0.01 for W/s, and half a cosine.
+    Full-batch AdamW with a rate of 1, and half a cosine.
     """
 
-    rates: ClassVar = {"weight": 5e-4}
+    rates: ClassVar = {"weight": 0.05}
     joint = True
-    _PULL, _RATE = 100.0, 0.01
+    _PULL, _RATE = 0.01, 1.0
 
     def zero(self, shots: Shots) -> dict[str, torch.Tensor]:
-        return {"weight": shots.text / shots.scale}
+        return {"weight": shots.text}
 
     def logits(
         self, parameters: Parameters, features: torch.Tensor, text: torch.Tensor
     ) -> torch.Tensor:
-        weight, _ = self.linear(parameters, text)
-        return F.normalize(features, dim=-1) @ weight.T
+        return F.normalize(features, dim=-1) @ parameters["weight"].T
 
     def train(self, shots: Shots) -> dict[str, torch.Tensor]:
         start = self.zero(shots)["weight"]
@@ -163,7 +157,7 @@ class Probe(Adapter):
     def linear(
         self, parameters: Parameters, text: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = parameters["weight"] * text.norm(dim=1).mean()
+        weight = parameters["weight"]
         return weight, weight.new_zeros(len(weight))
 
 

@@ -14,9 +14,9 @@ from atlas_cli.learning.batches import LabelledObjective, TrainingConfig
 from atlas_cli.learning.selection import Policy
 from atlas_cli.learning.setup import Setup, training_of
 from atlas_cli.recipes.learning import FitRecipe
-from atlas_cli.sources.references import vector_file
 from atlas_cli.vectors.basis import read_start
-from atlas_cli.vectors.format import read_header
+from atlas_cli.vectors.gather import GatheredVector
+from atlas_cli.vectors.pool import open_member
 
 _SCALES = (1.0, 3.0, 5.0, 7.0, 10.0)  # of the pooled start
 _WARMUP = 0.1
@@ -33,7 +33,7 @@ def singular_start(setup: Setup, objective: LabelledObjective, policy: Policy) -
     """The best of some multiples of the pooled coefficients, by the shots that are learned from."""
     pooled = setup.table()
     column = {label: number for number, label in enumerate(setup.layout.labels)}
-    for block, values in read_start(setup.inputs.vectors).items():
+    for block, values in read_start(setup.inputs.files).items():
         pooled[: len(values), column[block]] = values.to(pooled.device)
     tables = [(scale * pooled).clamp(min=0.0) for scale in _SCALES]
     fold = policy.folds[-1]
@@ -42,12 +42,11 @@ def singular_start(setup: Setup, objective: LabelledObjective, policy: Policy) -
     return max(tables, key=lambda table: plain.judge(learned_from, table))
 
 
-def check_sources(paths: Sequence[str], dataset: Dataset) -> None:
+def check_sources(paths: Sequence[str | GatheredVector], dataset: Dataset) -> None:
     """Refuse directions of a vector that by its name was learned on the very data."""
-    for path in paths:
-        name = read_header(vector_file(path)).name
-        if plain_name(name) == plain_name(task_name(dataset)):
+    for member in map(open_member, paths):
+        if plain_name(member.name) == plain_name(task_name(dataset)):
             raise MismatchError(
-                f"{path}: vector {name} seems to be learned on {dataset.name} itself; leave it "
+                f"{member.path}: vector {member.name} seems to be learned on {dataset.name} itself; leave it "
                 "out, or say --allow-target"
             )

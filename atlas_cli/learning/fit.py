@@ -131,10 +131,10 @@ class Fitting(LearningVerb):
         from atlas_cli.vectors.basis import write_basis
 
         if not self.recipe.allow_target:
-            check_sources(inputs.vectors, inputs.datasets[0])
+            check_sources(inputs.files, inputs.datasets[0])
         with trimmed_folder(folder) as target:
-            made = write_basis(self.recipe.basis, inputs.vectors, target, self.recipe.seed)
-            yield replace(inputs, vectors=tuple(made))
+            made = write_basis(self.recipe.basis, inputs.files, target, self.recipe.seed)
+            yield replace(inputs, files=tuple(made))
 
     @property
     def _joint(self) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from atlas_cli.core import storage
     from atlas_cli.core.storage import Block
     from atlas_cli.vectors.format import BlockInfo, StoredVector
+    from atlas_cli.vectors.gather import GatheredVector
 else:
     torch = late("torch")
     formulas, storage = late("atlas_cli.core.basis"), late("atlas_cli.core.storage")
@@ -28,18 +29,21 @@ _NOT_WEIGHTS = ("positional_embedding", "token_embedding.weight", "text_projecti
 Piece = tuple[int, "BlockInfo", "Block", float]
 
 
-def write_basis(text: str, paths: Sequence[str], folder: Path, seed: int) -> list[str]:
+def write_basis(
+    text: str, paths: Sequence[str | GatheredVector], folder: Path, seed: int
+) -> list[str]:
     """Write the vectors of a basis such as svd:12, and give their paths.
 
     Raises UsageError, with nothing written, if there are not so many directions.
     """
     from atlas_cli.io.checkpoint import write_tensors
-    from atlas_cli.sources.references import vector_file
-    from atlas_cli.vectors.format import check_same_base, open_checked, to_metadata
+    from atlas_cli.vectors.format import check_same_base, to_metadata
+    from atlas_cli.vectors.pool import open_member
     from atlas_cli.vectors.writer import stored_tensors
 
-    vectors = [open_checked(vector_file(path)) for path in paths]
-    check_same_base({path: v.header for path, v in zip(paths, vectors, strict=True)})
+    members = [open_member(path) for path in paths]
+    check_same_base({member.path: member.vector.header for member in members})
+    vectors = [member.vector for member in members]
     name, _, parameter = text.partition(":")
     made = find_basis(text).function(vectors, int(parameter or 0), seed)
     blocks: dict[int, dict[str, tuple[BlockInfo, Block]]] = {}
@@ -69,11 +73,11 @@ def write_basis(text: str, paths: Sequence[str], folder: Path, seed: int) -> lis
     return found
 
 
-def read_start(paths: Sequence[str]) -> dict[str, torch.Tensor]:
+def read_start(paths: Sequence[str | GatheredVector]) -> dict[str, torch.Tensor]:
     """The coefficients that a basis starts from, by block, one for each vector that has it."""
     from atlas_cli.io.checkpoint import open_safetensors
 
-    path = Path(paths[0]).parent / START
+    path = Path(str(paths[0])).parent / START
     if not path.is_file():
         return {}
     return {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}

@@ -90,7 +90,7 @@ def open_pool(
     `parameters` are the tensors that can be composed; the vectors' other blocks, such as the
     statistics of batch normalisation, are left to the base.
     """
-    members = [_open_member(path) for path in paths]
+    members = [open_member(path) for path in paths]
     names, left = check_members(members, base, parameters, scope)
     storage, size = _choose_storage(members, set(names), budget)
     return Pool(tuple(members), names, left, storage, size)
@@ -120,7 +120,7 @@ def check_members(
     return names, tuple(sorted(blocks - set(names)))
 
 
-def _open_member(path: str | GatheredVector) -> Member:
+def open_member(path: str | GatheredVector) -> Member:
     if isinstance(path, str):
         file = vector_file(path)
         vector = open_checked(file)
@@ -242,7 +242,7 @@ def trim(paths: Sequence[str | GatheredVector], share: float, folder: Path) -> l
     then an element keeps its value only where it has the sign of the sum over the vectors. The
     files have the names of the vectors; those that are there are replaced.
     """
-    members = [_open_member(path) for path in paths]
+    members = [open_member(path) for path in paths]
     vectors = [member.vector for member in members]
     check_same_base({member.path: member.vector.header for member in members})
     names = [vector.header.name for vector in vectors]

@@ -134,7 +134,7 @@ def test_singular_directions_start_pooled_with_the_schedule_of_bolt(world, tmp_p
     assert (recipe.lr, recipe.weight_decay, recipe.batch_size, recipe.epochs) == (1e-3, 0, 32, 20)
     with prepare(Fitting(recipe), RunOptions(folder=tmp_path / "run")) as ready:
         config, start = ready.objective.training.optimizer_config, ready.objective.start
-        pooled = read_start(ready.inputs.vectors)
+        pooled = read_start(ready.inputs.files)
         column = ready.layout.labels.index(next(iter(pooled)))
         wanted = pooled[ready.layout.labels[column]].clamp(min=0)
         found = start[:, column]
