@@ -47,6 +47,6 @@ def check_sources(paths: Sequence[str | GatheredVector], dataset: Dataset) -> No
     for member in map(open_member, paths):
         if plain_name(member.name) == plain_name(task_name(dataset)):
             raise MismatchError(
-                f"{member.path}: vector {member.name} seems to be learned on {dataset.name} itself; leave it "
-                "out, or say --allow-target"
+                f"{member.path}: vector {member.name} seems to be learned on {dataset.name} "
+                "itself; leave it out, or say --allow-target"
             )
