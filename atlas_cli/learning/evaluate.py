@@ -188,6 +188,8 @@ def evaluate(
     first: dict[str, Sequence[Prediction]] = {}
     for number, model in enumerate(models):
         clip = model if isinstance(model, Clip) else open_model(model, opening)
+        for doubt in clip.blueprint.doubts:
+            watcher.warn(doubt)
         provenance = clip.source.provenance()
         for dataset in datasets:
             predictions, skipped = predict(clip, dataset, loading, watcher)

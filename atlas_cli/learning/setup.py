@@ -249,6 +249,8 @@ def prepared(
     """Open everything, check that it fits together, and make it ready to learn."""
     recipe = inputs.recipe
     clip = open_model(inputs.model, inputs.opening)
+    for doubt in clip.blueprint.doubts:
+        warn(doubt)
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     base = {f"{_PREFIX}{name}": tensor for name, tensor in module.named_parameters()}
     budget = parse_bytes(recipe.memory)

@@ -185,6 +185,8 @@ def prepared_trainer(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[We
     recipe: FinetuneRecipe = inputs.recipe
     (dataset,) = inputs.datasets
     clip = open_model(inputs.model, inputs.opening)
+    for doubt in clip.blueprint.doubts:
+        warn(doubt)
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     head = zero_shot_head(clip, dataset.classes, dataset.templates, warn)
     view = view_of(clip.preprocess)

@@ -61,6 +61,7 @@ class Blueprint:
     model: dict[str, Any]
     preprocess: dict[str, Any]
     folder: Path | None = None
+    doubts: tuple[str, ...] = ()  # what was not said and is taken as usual
 
 
 @dataclass(frozen=True)
@@ -166,16 +167,19 @@ def _from_open_clip(source: Source, config: Mapping[str, Any]) -> Blueprint:
 def _from_transformers(source: Source, config: Mapping[str, Any]) -> Blueprint:
     where = source.reference.text
     found = source.config("preprocessor_config.json")
-    if found is None:
-        raise CheckpointError(
-            f"{where}: has no preprocessor_config.json, so image size, mean and standard deviation "
-            "are unknown; copy the one of its base model into the folder"
-        )
     model = _translated(transformers_config.model_config, config, where)
-    preprocess = _translated(transformers_config.preprocess_config, found, where)
+    doubts: tuple[str, ...] = ()
+    if found is not None:
+        preprocess = _translated(transformers_config.preprocess_config, found, where)
+    else:  # every CLIP of transformers that was published has the same
+        preprocess = transformers_config.usual_preprocessing(model)
+        doubts = (
+            f"{where}: has no preprocessor_config.json; images are prepared as for OpenAI's CLIP, "
+            f"at {preprocess['size']} pixels",
+        )
     check_config(model, preprocess, f"{where}: config.json", source.size)
     _check_size(source, model, preprocess)
-    return Blueprint(model, preprocess, source.folder)
+    return Blueprint(model, preprocess, source.folder, doubts)
 
 
 def _translated(
@@ -282,6 +286,7 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     from atlas_cli.models.open_clip_import import open_clip  # slow to import
 
     model = with_local_text(blueprint.model, blueprint.folder)
+    transformers_config.check_installed(model["text_cfg"])
     with tempfile.TemporaryDirectory() as folder, quiet():
         config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
         (Path(folder) / "open_clip_config.json").write_text(json.dumps(config), "utf-8")

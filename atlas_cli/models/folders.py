@@ -57,19 +57,20 @@ def write_model(clip: Clip, changed: Mapping[str, torch.Tensor], folder: Path) -
         blueprint = clip.blueprint
         if clip.source.config(CONFIG) is not None:
             copy_companion_files(clip.source, temporary)
-        _copy_text(clip, temporary)
+        _copy_text(blueprint.model, blueprint.folder, temporary)
         config = {"model_cfg": blueprint.model, "preprocess_cfg": blueprint.preprocess}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         activation = _ACTIVATIONS[bool(clip.config.get("quick_gelu"))]
         write_tensors(temporary / WEIGHTS, _all_tensors(clip, changed), {"activation": activation})
 
 
-def _copy_text(clip: Clip, folder: Path) -> None:
+def _copy_text(model: Mapping[str, Any], home: Path | None, folder: Path) -> None:
     """Copy folders beside the base that a text tower of transformers is described in."""
-    text, home = clip.config.get("text_cfg", {}), clip.blueprint.folder
+    text = model.get("text_cfg", {})
     for key in _TEXT_FOLDERS:
-        if home and (found := text_folder(home, text.get(key))):
-            copy_folder(found, folder / text[key], str(home))
+        target = folder / str(text.get(key))
+        if home and not target.exists() and (found := text_folder(home, text.get(key))):
+            copy_folder(found, target, str(home))
 
 
 def companion_files(source: Source) -> list[Path]:
@@ -89,9 +90,10 @@ def copy_companion_files(
     folder: Path,
     change: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Copy the companion files of a model. `change` gives other values for a configuration.
+    """Copy the companion files of a model, and the folder that describes its text tower.
 
-    It is called with the name of the file and with what is in it.
+    `change` gives other values for a configuration. It is called with the name of the file and
+    with what is in it.
     """
     for path in companion_files(source):
         text = _changed(path, change) if change and path.name in _CONFIGS else None
@@ -99,6 +101,9 @@ def copy_companion_files(
             copy_file(path, folder / path.name)
         else:
             (folder / path.name).write_text(text, "utf-8")
+    described: Any = (source.config(CONFIG) or {}).get("model_cfg")
+    if isinstance(described, dict) and isinstance(described.get("text_cfg", {}), dict):
+        _copy_text(described, source.folder, folder)
 
 
 def _changed(path: Path, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_cli.errors import CheckpointError
+from atlas_cli.errors import AtlasError, CheckpointError
 
 # What transformers leaves out of config.json because it is the default.
 _VISION_DEFAULTS: dict[str, Any] = {
@@ -82,6 +83,34 @@ def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
         listed = " and ".join(sorted(found))
         raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
     return _ACTIVATIONS[found.pop()]
+
+
+def check_installed(text: Mapping[str, Any]) -> None:
+    """Refuse a text tower of transformers where that is not installed."""
+    wanted = text.get("hf_model_name") or text.get("hf_tokenizer_name")
+    if wanted and not _is_installed("transformers"):
+        raise AtlasError(
+            f"{wanted}: is a text tower of transformers, which is not installed; "
+            "run: pip install 'atlas-cli[hf]'"
+        )
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def usual_preprocessing(model: Mapping[str, Any]) -> dict[str, Any]:
+    """open_clip's `preprocess_cfg` of OpenAI's CLIP, at the image size of a model."""
+    return {
+        "size": model["vision_cfg"]["image_size"],
+        "mean": [0.48145466, 0.4578275, 0.40821073],
+        "std": [0.26862954, 0.26130258, 0.27577711],
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
 
 
 def preprocess_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -164,8 +164,8 @@ def from_snapshot(
     if missing:
         raise UnreachableError(f"{reference.text}: lists {missing[0]} but does not hold it")
     snapshot.fetch([*members, *CONFIG_NAMES])
-    if _needs_tokenizer(folder):
-        snapshot.fetch(TOKENIZER_PATTERNS)
+    if described := _of_text_tower(folder, snapshot.files):
+        snapshot.fetch(described)
     if beside and any(fnmatch.fnmatchcase(n, p) for n in snapshot.files for p in beside):
         snapshot.fetch(beside)
     weights = tuple(folder / name for name in members)
@@ -174,9 +174,23 @@ def from_snapshot(
     return Source(reference, weights[0].parent, weights, commit=snapshot.commit)
 
 
-def _needs_tokenizer(folder: Path) -> bool:
+def _of_text_tower(folder: Path, files: Sequence[str]) -> Sequence[str]:
+    """Patterns of files that describe a text tower of transformers, and of its tokenizer.
+
+    They lie in a folder that the configuration names, or beside the weights.
+    """
     path = folder / "open_clip_config.json"
-    return path.is_file() and "hf_tokenizer_name" in json.dumps(read_object(path))
+    model = read_object(path).get("model_cfg") if path.is_file() else None
+    text = model.get("text_cfg") if isinstance(model, dict) else None
+    if not isinstance(text, dict):
+        return ()
+    homes = {text.get("hf_model_name"), text.get("hf_tokenizer_name")}
+    described = [
+        name
+        for name in files
+        if "/" in name and name.partition("/")[0] in homes and not name.endswith(WEIGHT_SUFFIXES)
+    ]
+    return described or (TOKENIZER_PATTERNS if "hf_tokenizer_name" in text else ())
 
 
 def choose_weights(names: Collection[str], where: str) -> str:

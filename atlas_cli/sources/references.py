@@ -22,8 +22,8 @@ _BUILTIN = "builtin:"
 _FILES = Path(__file__).parent / "builtin"
 
 GRAMMAR = (
-    "builtin:tiny, ARCHITECTURE/TAG of open_clip, OWNER/NAME[/FILE][@REVISION] on the Hub, "
-    "a folder or a weight file"
+    "builtin:tiny, ARCHITECTURE/TAG or ARCHITECTURE,TAG of open_clip, "
+    "OWNER/NAME[/FILE][@REVISION] on the Hub, a folder or a weight file"
 )
 
 
@@ -56,6 +56,8 @@ def parse_reference(text: str) -> Reference:
     if text.startswith(("./", "../", "/", "~")) or Path(text).exists():
         return _parse_path(text, text)
     left, slash, right = text.partition("/")
+    if (pair := text.partition(","))[0] in open_clip_tags() and pair[1]:
+        left, slash, right = pair  # as open_clip itself writes it
     if left in open_clip_tags():
         return _parse_open_clip(text, left, right)
     if not slash or (close := nearest(left, open_clip_tags())):
@@ -73,6 +75,10 @@ def _parse_path(text: str, path: str) -> Reference:
 
 def _parse_open_clip(text: str, architecture: str, tag: str) -> Reference:
     tags = open_clip_tags()[architecture]
+    if not tag and tags:
+        example = f"{architecture}/{'openai' if 'openai' in tags else tags[0]}"
+        listed = ", ".join(tags)
+        raise UsageError(f"{architecture}: which weights? for example {example} (it has: {listed})")
     if tag not in tags:
         listed = ", ".join(tags) or "none"
         raise UsageError(

@@ -171,12 +171,17 @@ def test_a_quick_gelu_checkpoint_under_an_architecture_without_it_is_refused(tmp
     assert "use --arch ViT-B-32-quickgelu" in result.err
 
 
-def test_preprocessing_is_never_guessed(twin, tmp_path: Path):
+def test_preprocessing_that_is_not_said_is_openais_with_a_warning(twin, tmp_path: Path):
     for path in twin[1].iterdir():
         shutil.copyfile(path, tmp_path / path.name)
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no preprocessor_config\.json"):
-        open_path(tmp_path)
+    blueprint = open_path(tmp_path).blueprint
+    usual = transformers.CLIPImageProcessor()
+    assert blueprint.preprocess["mean"] == list(usual.image_mean)
+    assert blueprint.preprocess["std"] == list(usual.image_std)
+    assert blueprint.preprocess["size"] == 32
+    (doubt,) = blueprint.doubts
+    assert "has no preprocessor_config.json" in doubt
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps(PROCESSOR | {"size": 64, "crop_size": 64})
     )
