@@ -166,7 +166,7 @@ def test_integers_are_copied_and_empty_tensors_stay(merge: Merge, tmp_path: Path
 
 
 def test_the_files_of_the_base_go_with_the_weights(merge: Merge):
-    out = merge(linear(1, 1, base_model="./m1", tokenizer_source="base"))
+    out = merge(linear(1, 1, base_model="./m1"))
     assert {path.name for path in out.iterdir()} == {
         *("config.json", "tokenizer.json", "model.safetensors"),
         *("README.md", "atlas_recipe.lock.yaml"),
