@@ -75,3 +75,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
     cutoff = 0.5 if len(word) <= 5 else 0.6  # two letters swapped are half of a short word
     close = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=cutoff)
     return f"; did you mean '{folded[close[0]]}'?" if close else ""
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs what an extra needs, by packages that an index has.
+
+    atlas itself may be installed from a folder, where `pip install atlas-cli[...]` finds nothing.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        listed = requires("atlas-cli") or []
+    except PackageNotFoundError:
+        listed = []
+    wanted = [line.partition(";")[0].strip() for line in listed if f'extra == "{extra}"' in line]
+    wanted = wanted or [f"atlas-cli[{extra}]"]
+    return f"pip install {' '.join(repr(name) for name in wanted)}"

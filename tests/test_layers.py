@@ -54,8 +54,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "cli": (
-        {"core", "datasets", "io", "learning", "merging", "models", "recipes", "reports"}
-        | {"publishing", "sources", "vectors"},
+        {"core", "datasets", "io", "learning", "merging", "models", "parallel", "recipes"}
+        | {"publishing", "reports", "sources", "vectors"},
         {"rich", "typer"},
     ),
     "api": (

@@ -60,9 +60,35 @@ def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     console = Console(file=io.StringIO(), force_terminal=True, no_color=no_color(), width=_width())
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
-    drawn = _side_by_side if least <= console.width else _below_each_other
-    console.print(drawn(columns, rows, caption))
+    if least <= console.width:
+        shortened = _shortened(columns, rows, console.width)
+        console.print(_side_by_side(columns, shortened, caption))
+    else:
+        console.print(_below_each_other(columns, rows, caption))
     write(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _shortened(
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
+) -> list[dict[str, str]]:
+    """The rows with long names cut in the middle, since related names often begin alike."""
+    widest = {name: max(len(text) for text in (name, *(r[name] for r in rows))) for name in columns}
+    texts = sorted((n for n in columns if not _is_numeric(n, rows)), key=lambda name: widest[name])
+    room = width - _BETWEEN * (len(columns) + 1)
+    room -= sum(widest[name] for name in columns if name not in texts)
+    limits = {}
+    for number, name in enumerate(texts):
+        limits[name] = min(widest[name], max(_FOLDED, room // (len(texts) - number)))
+        room -= limits[name]
+    return [{name: _cut(row[name], limits.get(name)) for name in columns} for row in rows]
+
+
+def _cut(text: str, limit: int | None) -> str:
+    """A name of so many letters at most, without its middle; what has spaces is wrapped instead."""
+    if limit is None or len(text) <= limit or " " in text:
+        return text
+    end = (limit - 1) // 2
+    return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
 
 
 def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:

@@ -154,6 +154,7 @@ def evaluate(
     from atlas_cli.learning.evaluate import Loading, Watcher  # torch is slow: only with good inputs
     from atlas_cli.learning.evaluate import evaluate as run
     from atlas_cli.models.clip import Opening
+    from atlas_cli.parallel import choose_device
 
     opening = Opening(plan.arch, text_source, device)
     loading = Loading(batch_size, workers, skip_broken)
@@ -164,7 +165,7 @@ def evaluate(
     if predictions:
         write_predictions(predictions, results, datasets)
     if str(predictions) != "-":
-        show(results, plan, device, as_json)
+        show(results, plan, str(choose_device(device)), as_json)
 
 
 # Scores --------------------------------------------------------------------------------------

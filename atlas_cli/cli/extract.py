@@ -147,11 +147,20 @@ Scope = Annotated[
     str,
     typer.Option(metavar="SCOPE", help="visual, text or all."),
 ]
+
+
+def _short_dtype(name: str) -> str:
+    from atlas_cli.vectors.targets import plain_dtype
+
+    return plain_dtype(name)
+
+
 Dtype = Annotated[
     str,
     typer.Option(
         metavar="DTYPE",
         help="fp32 loses nothing; fp16, bf16, or int8 with a scale for each row.",
+        callback=_short_dtype,
     ),
 ]
 Rank = Annotated[int | None, typer.Option(min=1, help="Keep matrices as factors of this rank.")]

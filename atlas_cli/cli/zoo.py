@@ -65,10 +65,11 @@ def _pull(
     quiet: bool,
 ) -> None:
     from atlas_cli.sources.zoo import find_entries
-    from atlas_cli.vectors.targets import check_dtype
+    from atlas_cli.vectors.targets import check_dtype, plain_dtype
 
     if not names:
         raise UsageError("pull: no set given; atlas zoo lists them")
+    storage = plain_dtype(storage)
     check_dtype(storage, "--storage")
     entries = [entry for name in names for entry in find_entries(name)]
 

@@ -20,7 +20,7 @@ from typing import Any
 from atlas_cli.datasets.dataset import DEFAULT_TEMPLATE, Dataset, pick_split, rank
 from atlas_cli.datasets.kept import Fetched, Names, Selection, find_kept, keep
 from atlas_cli.datasets.known import find_known, spelt
-from atlas_cli.errors import AtlasError, DataError, UnreachableError, UsageError
+from atlas_cli.errors import AtlasError, DataError, UnreachableError, UsageError, install_hint
 from atlas_cli.registry import dataset_kind
 
 _ADDRESS = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
@@ -302,7 +302,7 @@ def _builder(parsed: _Address) -> Any:
     except ImportError as problem:
         raise AtlasError(
             f"{parsed.text}: reading datasets of the Hub needs the extra `data`: "
-            "pip install 'atlas-cli[data]'"
+            f"{install_hint('data')}"
         ) from problem
     datasets.logging.set_verbosity_error()
     if sys.stderr is None or not sys.stderr.isatty():

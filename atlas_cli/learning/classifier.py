@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from atlas_cli.core.adapters import Head
 from atlas_cli.datasets.pixels import view_of
-from atlas_cli.errors import AtlasError
+from atlas_cli.errors import AtlasError, install_hint
 from atlas_cli.models.clip import Clip
 from atlas_cli.models.folders import whole_folder
 from atlas_cli.registry import ADAPTERS
@@ -109,7 +109,7 @@ def classifier_of(clip: Clip, head: torch.Tensor | Head) -> ImageClassifier:
 def check_formats(formats: Sequence[str]) -> None:
     """Raise AtlasError if what a format needs is not installed."""
     if "onnx" in formats and (find_spec("onnx") is None or find_spec("onnxscript") is None):
-        raise AtlasError("--format onnx needs onnxscript; run: pip install 'atlas-cli[onnx]'")
+        raise AtlasError(f"--format onnx needs onnxscript; run: {install_hint('onnx')}")
 
 
 def write_classifier(

@@ -23,6 +23,7 @@ from atlas_cli.models.tokenizers import (
 )
 from atlas_cli.recipes.chat_templates import chat_template
 from atlas_cli.recipes.merge import Merge
+from atlas_cli.recipes.merge_checks import long_dtype
 
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
@@ -67,7 +68,7 @@ def _changed(
     if name == "generation_config.json":
         return result
     word = merge.recipe.out_dtype or merge.recipe.dtype
-    dtype = word.removeprefix("torch.") if word else None
+    dtype = long_dtype(word) if word else None
     result |= {key: dtype for key in _DTYPE_KEYS if dtype and result.get(key) is not None}
     if inputs.untied:
         result["tie_word_embeddings"] = False

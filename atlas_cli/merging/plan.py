@@ -24,6 +24,7 @@ from atlas_cli.models.language import is_vocabulary
 from atlas_cli.models.lora import has_factors, is_adapter
 from atlas_cli.models.tensor_names import plain, renamed
 from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
+from atlas_cli.recipes.merge_checks import long_dtype
 from atlas_cli.recipes.merge_parameters import resolve
 from atlas_cli.registry import MERGE_METHODS
 
@@ -200,7 +201,7 @@ class Plan:
 
 def dtype_of(word: str | None) -> torch.dtype | None:
     """The dtype that a recipe names, as float32 or torch.float32."""
-    return getattr(torch, word.removeprefix("torch.")) if word else None
+    return getattr(torch, long_dtype(word)) if word else None
 
 
 def lay_out(

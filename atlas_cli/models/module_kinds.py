@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.errors import CheckpointError, UsageError
+from atlas_cli.errors import CheckpointError, UsageError, install_hint
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.models.clip import Opening, open_model
 from atlas_cli.models.tensor_names import is_clip, is_transformers
@@ -56,7 +56,7 @@ def _of_transformers(source: Source, tensors: LazyTensors, architecture: str) ->
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as problem:
-        raise UsageError("--lora needs transformers; pip install 'atlas-cli[hf]'") from problem
+        raise UsageError(f"--lora needs transformers; {install_hint('hf')}") from problem
     try:
         config = transformers.AutoConfig.from_pretrained(source.folder)
         with torch.device("meta"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_cli.errors import AtlasError, CheckpointError
+from atlas_cli.errors import AtlasError, CheckpointError, install_hint
 from atlas_cli.sources.locate import TOKENIZER_PATTERNS, read_object
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -68,7 +68,7 @@ def _library() -> Any:
     except ImportError as problem:
         raise AtlasError(
             "this recipe aligns tokenizers, which needs the package tokenizers; "
-            "run: pip install 'atlas-cli[hf]'"
+            f"run: {install_hint('hf')}"
         ) from problem
     return Library
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.errors import AtlasError, UsageError, install_hint
 from atlas_cli.models.composed import (
     FunctionalModel,
     Replica,
@@ -191,7 +191,7 @@ def _import_peft() -> ModuleType:
     try:
         return importlib.import_module("peft")
     except ImportError as problem:
-        raise UsageError("--lora needs peft; pip install 'atlas-cli[lora]'") from problem
+        raise UsageError(f"--lora needs peft; {install_hint('lora')}") from problem
 
 
 def targets_of(clip: torch.nn.Module) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.errors import AtlasError, CheckpointError, UsageError, install_hint
 from atlas_cli.merging.model_card import Card, Evaluated
 from atlas_cli.publishing import cards
 from atlas_cli.publishing.fetch import LARGE, RECIPE, VECTORS
@@ -161,7 +161,7 @@ def _picture(learned: str, where: Path) -> tuple[dict[str, Path | bytes], list[s
     from atlas_cli.reports.plots import missing_library, plot_run
 
     if missing_library():
-        return {}, ["the card has no picture of the coefficients: pip install 'atlas-cli[plot]'"]
+        return {}, [f"the card has no picture of the coefficients: {install_hint('plot')}"]
     run = read_coefficients(learned, str(where))
     if not run.table:
         return {}, []

@@ -94,9 +94,16 @@ def method_problem(method: str) -> str | None:
     return f"unknown method '{method}'{nearest(method, MERGE_METHODS)} {listed}"
 
 
+def long_dtype(name: str) -> str:
+    """The spelling of a dtype that torch has: float16 for fp16 or torch.float16."""
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+    plain = name.removeprefix("torch.")
+    return short.get(plain, plain)
+
+
 def dtype_problem(name: str) -> str | None:
     """What is wrong with the name of a dtype."""
-    if name.removeprefix("torch.") in DTYPES:
+    if long_dtype(name) in DTYPES:
         return None
     return f"expected {', '.join(DTYPES)}, found '{name}'{nearest(name, DTYPES)}"
 

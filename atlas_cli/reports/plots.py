@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.errors import AtlasError, UsageError, install_hint
 from atlas_cli.io.files import whole_file, write_text
 from atlas_cli.reports import charts
 from atlas_cli.reports.grids import coefficient_grids, cosine_grid, norm_grids
@@ -33,7 +33,7 @@ def missing_library() -> str | None:
 def check_libraries(what: str) -> None:
     """Raise AtlasError, on behalf of `what`, unless charts can be drawn."""
     if name := missing_library():
-        raise AtlasError(f"{what} needs {name}; run: pip install 'atlas-cli[plot]'")
+        raise AtlasError(f"{what} needs {name}; run: {install_hint('plot')}")
 
 
 def check_plot(path: Path) -> None:

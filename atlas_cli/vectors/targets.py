@@ -76,6 +76,15 @@ SCOPES = ("visual", "text", "all")
 DTYPES = ("fp32", "fp16", "bf16", "int8")
 
 
+_SPELLINGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def plain_dtype(name: str) -> str:
+    """The short spelling of a dtype: fp16 for float16 or torch.float16."""
+    plain = name.removeprefix("torch.")
+    return _SPELLINGS.get(plain, plain)
+
+
 def check_dtype(name: str, option: str = "--dtype") -> None:
     """Raise UsageError unless blocks can be kept in a dtype of that name."""
     _one_of(DTYPES, option, name)

@@ -26,7 +26,7 @@ from atlas_cli.vectors.format import (
     open_checked,
     to_metadata,
 )
-from atlas_cli.vectors.targets import VectorTarget, check_dtype, check_targets
+from atlas_cli.vectors.targets import VectorTarget, check_dtype, check_targets, plain_dtype
 from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, shortened, stored_tensors
 
 
@@ -90,6 +90,7 @@ class TaskVector(StoredVector):
     ) -> TaskVector:
         """Write the vector to a file, block by block, and open it. Blocks of zeros are left out."""
         path = Path(path)
+        dtype = plain_dtype(dtype)
         check_dtype(dtype)
         check_targets([VectorTarget(name or path.stem, path)], force=force)
         try:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from learned_runs import learn, write_world
 
+from atlas_cli.errors import install_hint
+
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
@@ -81,7 +83,7 @@ def test_without_the_extra_one_line_says_what_to_install(runs: Path, tmp_path: P
     )
     command = [sys.executable, "-c", code, "report", runs / "fit", "-o", tmp_path / "r.html"]
     done = subprocess.run(command, capture_output=True, text=True)
-    line = f"atlas: error: atlas report needs {library}; run: pip install 'atlas-cli[plot]'\n"
+    line = f"atlas: error: atlas report needs {library}; run: {install_hint('plot')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 

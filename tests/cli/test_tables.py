@@ -50,3 +50,18 @@ def test_a_wide_terminal_has_a_line_for_every_row_and_a_narrow_one_for_every_cel
         *(["model", "builtin:tiny"], ["images", "1,000"], ["top-1", "36.90"]),
         *(["delta"], ["p"]),
     ]
+
+
+def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
+    from atlas_cli.cli.console import _shortened
+
+    name = "models/experiments/2026/learned_on_house_numbers"
+    rows = [{"model": name, "data": "digits", "top-1": "36.90"}]
+    (cut,) = _shortened(["model", "data", "top-1"], rows, 40)
+    assert (cut["data"], cut["top-1"]) == ("digits", "36.90")
+    assert len(cut["model"]) == 40 - 2 * 4 - len("digits") - len("36.90")
+    start, end = cut["model"].split("…")
+    assert name.startswith(start)
+    assert name.endswith(end)
+    assert min(len(start), len(end)) > 8
+    assert _shortened(["model", "data", "top-1"], rows, 100) == rows

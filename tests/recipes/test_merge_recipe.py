@@ -261,3 +261,16 @@ def test_the_schema_is_printed_as_json(call):
     result = call("merge", "--schema")
     assert result.code == 0
     assert json.loads(result.out) == merge_schema()
+
+
+def test_a_dtype_has_a_long_and_a_short_spelling():
+    from atlas_cli.recipes.merge_checks import DTYPES, dtype_problem, long_dtype
+    from atlas_cli.vectors.targets import plain_dtype
+
+    for long, short in (("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16")):
+        for name in (long, short, f"torch.{long}"):
+            assert (long_dtype(name), plain_dtype(name)) == (long, short)
+            assert dtype_problem(name) is None
+        assert long in DTYPES
+    assert "expected float32" in (dtype_problem("float8") or "")
+    assert plain_dtype("int8") == "int8"

@@ -12,6 +12,8 @@ import torch
 from makers import LAYER, MLP, random_values, write_vector
 from PIL import Image
 
+from atlas_cli.errors import install_hint
+
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
@@ -111,7 +113,7 @@ def test_without_the_extra_one_line_says_what_to_install(vectors: list[Path], tm
     )
     command = [sys.executable, "-c", code, str(vectors[0]), "--plot", str(tmp_path / "x.png")]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
-    line = "atlas: error: --plot needs altair; run: pip install 'atlas-cli[plot]'\n"
+    line = f"atlas: error: --plot needs altair; run: {install_hint('plot')}\n"
     assert (done.returncode, done.stderr) == (0, line)
     before, _, after = done.stdout.partition("refused with 1\n")
     assert before == ""
