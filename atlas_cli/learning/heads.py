@@ -31,7 +31,7 @@ from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
 from atlas_cli.sources.locate import sha256_of
 
-_CLEARLY = 1.0  # standard errors
+_CLEARLY = 1.5  # standard errors
 FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run
 
 
