@@ -26,7 +26,7 @@ GENERATED = "commands.md"  # what --help prints; tests/test_docs.py makes it aga
 IN_PYTHON = "api.md"  # tests/test_api.py runs it
 RUN_FROM_A_CLONE = 2  # README's first blocks install atlas, so .ci/run runs them instead
 NUMBER = re.compile(r"\d+\.\d+")
-KINDS = {"sh", "console", "text", "python", "toml"}  # of which the first two are run
+KINDS = {"sh", "console", "text", "python", "toml", "yaml"}  # of which the first two are run
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What failed is named in the words of the page. The shell is the same for a whole block.
