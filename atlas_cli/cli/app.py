@@ -176,6 +176,8 @@ def _of_system(problem: BaseException) -> str | None:
         return f"{named[:200]}: {problem.strerror or said}"
     if not isinstance(problem, RuntimeError):
         return None
+    if "Symlink loop" in said:
+        return said
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
     allocation = "can't allocate memory" in said or "not enough memory" in said

@@ -327,7 +327,8 @@ def _get(address: str, method: str = "GET") -> IO[bytes]:
     """Ask a server. Raises FileNotFoundError for 404, UnreachableError for any other trouble."""
     for attempt in count(1):
         try:
-            found: IO[bytes] = urlopen(Request(address, method=method), timeout=_TIMEOUT)
+            request = Request(address, method=method)  # noqa: S310 (http and https alone come here)
+            found: IO[bytes] = urlopen(request, timeout=_TIMEOUT)  # noqa: S310
             return found
         except HTTPError as problem:
             if problem.code == 404:

@@ -16,6 +16,7 @@ import torch
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, write_text
+from atlas_cli.io.paths import read_regular
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -26,6 +27,7 @@ _RESULTS = (
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
+_MOST = 1 << 30  # bytes of a file of a run that is read at once
 _UNCHECKED = ("versions",)
 
 
@@ -86,10 +88,17 @@ class RunFolder:
     def _cut(self, rows: int) -> None:
         """Drop rows that were written after the last save; they will come again."""
         path = self.folder / _METRICS
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        with _explained(self.folder):
+            lines = read_regular(path, _MOST).splitlines(True) if path.exists() else []
         if len(lines) < rows:
             raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
-        write_text(path, "".join(lines[:rows]))
+        kept = b"".join(lines[:rows])
+        try:
+            for line in lines[:rows]:
+                json.loads(line)
+            write_text(path, kept.decode("utf-8"))
+        except ValueError as problem:
+            raise CheckpointError(f"{path}: is damaged; --force starts anew") from problem
         self._rows = rows
 
     def keep_large(self, coefficients: torch.Tensor) -> str:
@@ -236,8 +245,8 @@ def _clear(folder: Path) -> None:
 def _check_same(path: Path, config: Mapping[str, object]) -> None:
     """Refuse to go on with a run that had other inputs."""
     try:
-        before = json.loads(path.read_text("utf-8"))
-    except ValueError as problem:
+        before = json.loads(read_regular(path, _MOST).decode("utf-8"))
+    except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: cannot be read as JSON") from problem
     if not isinstance(before, dict):
         raise CheckpointError(f"{path}: is not the configuration of a run")

@@ -177,7 +177,7 @@ def _head_problems(head: object) -> Iterator[str]:
     file, data = head.get("file"), head.get("data")
     if (file is None) == (data is None):
         yield ".head: expected either 'file' or 'data'"
-    if isinstance(file, str) and not Path(file).expanduser().is_file():
+    if isinstance(file, str) and not _is_file(file):
         yield f".head: no such file: {file}"
 
 
@@ -188,7 +188,7 @@ def _file_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str
         if isinstance(file, str):
             yield from (f".vectors: {problem}" for problem in check("vector", file))
     table = found.get("coefficients")
-    if isinstance(table, str) and not Path(table).expanduser().is_file():
+    if isinstance(table, str) and not _is_file(table):
         yield f".coefficients: no such file: {table}"
     if isinstance(table, dict):
         numbers = {
@@ -314,3 +314,10 @@ def _value_problems(group: Group, row: MergeMethod) -> Iterator[str]:
         for key, parameter in row.per_model.items():
             if parameter.default is None and key not in general:
                 yield f"{group.place}: base_model {base} is not listed, so it has no '{key}'"
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError):  # too long for a path, or the home of nobody
+        return False

@@ -24,7 +24,9 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 def parse_bytes(text: str) -> int | None:
     """A size in bytes from text such as 2GiB, 500MB or 1000; None if the text is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.lower())
-    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
+    if not found or found[2] not in _UNITS or len(found[1]) > 30:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def parse_shots(text: str | int | float) -> int | float | None:
@@ -269,7 +271,7 @@ for _kind in (_Strict, _Dumper):  # the writer quotes text that the reader would
 
 
 def _load(text: str) -> Any:
-    return yaml.load(text, _Strict)
+    return yaml.load(text, _Strict)  # noqa: S506 (a safe loader, with more checks)
 
 
 def _load_all(text: str) -> list[Any]:

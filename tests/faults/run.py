@@ -177,7 +177,9 @@ def _judge(
     if fault.harmless and outcome.code != 0:
         outcome.lost.append(f"exit code {outcome.code} for a fault that costs nothing")
     _compare(fault, outcome, expected, target)
-    cannot = "unlink" in fault.detail or "is in the way" in outcome.err  # and so it is told
+    cannot = (
+        "unlink" in fault.detail or ".lock" in fault.detail or "is in the way" in outcome.err
+    )  # and so it is told
     if outcome.code not in (-9, -1) and not fault.stopped and not cannot:
         _look_for_left_overs(folder, outcome)
 

@@ -427,3 +427,14 @@ def test_a_lock_of_another_host_is_respected_until_it_is_removed(tmp_path: Path)
     lock.take()
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_rows_of_metrics_are_one_line_and_change_no_result(tmp_path: Path):
+    for number, damage in enumerate((b'{"step": 1\n', b"\xff\n", b"[\n")):
+        folder = tmp_path / f"run{number}"
+        run = start(folder)
+        run.record({"step": 1})
+        run.save({"a": torch.ones(1)}, {})
+        (folder / "metrics.jsonl").write_bytes(damage)
+        with pytest.raises(CheckpointError, match="is damaged; --force starts anew"):
+            run.restore()
