@@ -280,9 +280,9 @@ RESULT = json.dumps(
 
 @target(_texts(RESULT))
 def evaluation(content: bytes, folder: Path) -> Any:
-    from atlas_cli.merging import provenance
+    from atlas_cli.merging.model_card import read_evaluation
 
-    return provenance.read_evaluation(content.decode("utf-8", "replace"), "result")
+    return read_evaluation(content.decode("utf-8", "replace"), "result")
 
 
 # Mutations ------------------------------------------------------------------------------------

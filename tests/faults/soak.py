@@ -1,0 +1,69 @@
+"""Many small merges and fits in one process: `python -m tests.faults.soak`.
+
+Memory, descriptors, threads and temporary files are looked at after a fifth of the work, when all
+that is kept for good is there, and at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import atlas_cli as atlas
+
+
+def seen(temporary: Path) -> dict[str, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "RSS in kB": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": threading.active_count(),
+        "temporary files": len(list(temporary.iterdir())),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--merges", type=int, default=500)
+    parser.add_argument("--fits", type=int, default=200)
+    given = parser.parse_args()
+    from conftest import write_images
+    from merge_runs import linear, llama, write_model, write_recipe
+
+    with tempfile.TemporaryDirectory(prefix="atlas-soak-") as name:
+        place = Path(name)
+        os.environ["ATLAS_CACHE"], temporary = str(place / "cache"), place / "tmp"
+        temporary.mkdir()
+        tempfile.tempdir = str(temporary)
+        os.chdir(place)
+        for number in (1, 2):
+            write_model(place / f"m{number}", llama(number))
+        recipe = write_recipe(place / "r.yaml", linear(1, 2))
+        photos = str(write_images(place / "photos", count=2))
+        first: dict[str, int] = {}
+        total = given.merges + given.fits
+        for number in range(total):
+            if number * given.fits // total != (number + 1) * given.fits // total:
+                options = {"epochs": 1, "min_steps": 1, "batch_size": 4}
+                atlas.fit(photos, model="builtin:tiny", vectors=["builtin:letters"], **options)
+            else:
+                atlas.merge(recipe, place / "out", threads=1)
+                shutil.rmtree(place / "out")
+            if number + 1 == max(total // 5, 1):
+                first = seen(temporary)
+        last = seen(temporary)
+    print("| | after a fifth | at the end | growth |\n| --- | ---: | ---: | ---: |")
+    for key, before in first.items():
+        growth = 100 * (last[key] - before) / before if before else 100.0 * last[key]
+        print(f"| {key} | {before} | {last[key]} | {growth:.2f} % |")
+    grown = [key for key in first if last[key] > first[key] * (1.02 if "RSS" in key else 1)]
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
