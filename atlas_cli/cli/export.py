@@ -114,7 +114,8 @@ def _opened(
 
 def _head_of_model(clip: Clip, data: str | None) -> tuple[torch.Tensor | Head, tuple[str, ...]]:
     """The head beside a model, or the zero-shot head of the classes of some data."""
-    from atlas_cli.models.heads import HEAD, open_head
+    from atlas_cli.models.clip import HEAD
+    from atlas_cli.models.heads import open_head
 
     path = clip.source.folder / HEAD
     if data is None and path.is_file():

@@ -373,11 +373,13 @@ def check_templates(templates: Iterable[str], where: str) -> tuple[str, ...]:
 
     The name of a well-known dataset stands for its prompts.
     """
-    checked = tuple(named_templates(tuple(templates), where))
+    checked: list[str] = []
+    for text in templates:
+        checked += [text] if "{" in text else named_templates(text, where)
     for template in checked:
         if template.count("{}") != 1 or template.replace("{}", "").count("{"):
             raise UsageError(f"{where}: '{template}' needs one {{}} where the class name goes")
-    return checked
+    return tuple(checked)
 
 
 def task_name(dataset: Dataset) -> str:

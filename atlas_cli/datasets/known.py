@@ -84,19 +84,16 @@ def find_known(name: str) -> KnownDataset | None:
     return None
 
 
-def named_templates(texts: Sequence[str], where: str) -> list[str]:
-    """Templates with the names of datasets replaced by the prompts of these. Raises UsageError."""
-    listed: list[str] = []
-    for text in texts:
-        found = None if "{" in text else find_known(text)
-        if found is None and re.fullmatch(r"[\w-]+", text):
-            hint = nearest(text, known_datasets())
-            raise UsageError(
-                f"{where}: '{text}' is no well-known dataset{hint} (`atlas data` lists them), and "
-                "as a prompt it needs one {} where the class name goes"
-            )
-        listed += found.templates if found else [text]
-    return listed
+def named_templates(text: str, where: str) -> Sequence[str]:
+    """The prompts of the dataset of a name, or a text that is none. Raises UsageError."""
+    found = find_known(text)
+    if found is None and re.fullmatch(r"[\w-]+", text):
+        hint = nearest(text, known_datasets())
+        raise UsageError(
+            f"{where}: '{text}' is no well-known dataset{hint} (`atlas data` lists them), and "
+            "as a prompt it needs one {} where the class name goes"
+        )
+    return found.templates if found else [text]
 
 
 def named_classes(texts: Sequence[str]) -> list[str]:

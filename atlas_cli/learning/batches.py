@@ -16,7 +16,6 @@ from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
-from atlas_cli.models.headed import features_for
 from atlas_cli.recipes.text import as_percent
 from atlas_cli.registry import find_objective
 
@@ -363,7 +362,7 @@ def _hits(
     model.load(coefficients)
     found = []
     for (pixels, indices, _), head in zip(chosen, heads, strict=True):
-        with features_for(model, head):
+        with model.features_for(head):
             found.append(hits(predict(model, pixels, indices, head), pixels.labels[list(indices)]))
     return found
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model
+from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model, zero_shot_head
 from atlas_cli.models.heads import head_of
 from atlas_cli.parallel import signals_held
 from atlas_cli.recipes.text import as_percent
@@ -80,7 +80,8 @@ def predict(
     """The prediction for every image, and how many broken ones were left out."""
     if not dataset.labelled:
         raise DataError(f"{dataset.name}: has no labels; eval needs a sub-folder per class")
-    head = head_of(clip, dataset.classes, dataset.templates, watcher.warn)
+    choose = head_of if clip.has_head else zero_shot_head
+    head = choose(clip, dataset.classes, dataset.templates, watcher.warn)
     size = loading.batch_size or _DEFAULT_BATCH[clip.device.type]
     predictions: list[Prediction] = []
     skipped = 0

@@ -159,11 +159,13 @@ class Fitting(LearningVerb):
     def learned(
         self, ready: PreparedRun, selection: Selection, folder: RunFolder | None
     ) -> LearnedRecipe:
-        """The recipe that merges what was learned, with the head."""
+        """The recipe that merges what was learned, with the head if there is one."""
+        recipe = super().learned(ready, selection, folder)
+        if selection.head is None:
+            return recipe
         from atlas_cli.learning.heads import with_head
 
-        recipe = super().learned(ready, selection, folder)
-        return with_head(recipe, ready.setup, selection, folder)
+        return with_head(recipe, ready.setup, selection, selection.head, folder)
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """The accuracy before and after."""

@@ -25,7 +25,7 @@ from atlas_cli.learning.run_folder import RunFolder
 from atlas_cli.learning.selection import Fold, Score, Selection
 from atlas_cli.learning.setup import Setup, layout_of, placed_labels
 from atlas_cli.learning.tuned_vector import write_tuned
-from atlas_cli.models.headed import HeadedModel, features_for, projection_name
+from atlas_cli.models.headed import HeadedModel, projection_name
 from atlas_cli.models.heads import SavedHead, to_text, write_head
 from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
@@ -82,7 +82,7 @@ def head_score(
     """How well images are classified by a head on top of the model with these coefficients."""
     model = headed(setup)
     model.load(table)
-    with features_for(model, head):
+    with model.features_for(head):
         return score(model, pixels, indices, head)
 
 
@@ -201,15 +201,16 @@ def decided(setup: Setup, selection: Selection) -> Selection:
 
 
 def with_head(
-    recipe: LearnedRecipe, setup: Setup, selection: Selection, folder: RunFolder | None
+    recipe: LearnedRecipe,
+    setup: Setup,
+    selection: Selection,
+    head: Head,
+    folder: RunFolder | None,
 ) -> LearnedRecipe:
     """A learned recipe with its head: a file of the run, or the file as text without a folder.
 
     A tuned projection is a tensor of the model, and is kept as one more task vector.
     """
-    head = selection.head
-    if head is None:
-        return recipe
     if ADAPTERS[head.adapter].pooled:
         assert folder is not None
         return _with_projection(recipe, setup, selection, folder)

@@ -266,7 +266,7 @@ def prepared(
     tasks = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.datasets)
     judges = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.judges)
     # What is fitted with labels starts from the texts; what adapts takes the head that there is.
-    choose = head_of if isinstance(recipe, TtaRecipe) else zero_shot_head
+    choose = head_of if isinstance(recipe, TtaRecipe) and clip.has_head else zero_shot_head
     heads = tuple(
         choose(clip, dataset.classes, dataset.templates, warn) for dataset in inputs.datasets
     )
@@ -275,7 +275,8 @@ def prepared(
         if norms:
             model: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:
-            kind = HeadedModel if isinstance(recipe, FitRecipe) else ComposedModel
+            heads_too = isinstance(recipe, FitRecipe) and recipe.adapter != "none"
+            kind = HeadedModel if heads_too else ComposedModel
             model = kind(
                 module,
                 composition,

@@ -14,7 +14,6 @@ from atlas_cli.learning.batches import predict
 from atlas_cli.learning.run_folder import RunFolder
 from atlas_cli.learning.selection import Selection
 from atlas_cli.learning.setup import PreparedRun
-from atlas_cli.models.headed import features_for
 from atlas_cli.recipes.text import as_percent
 
 SHOTS = 48  # images of a task that are remembered as learned from
@@ -94,7 +93,7 @@ def _classes(
 ) -> torch.Tensor:
     model = ready.setup.model
     model.load(coefficients)
-    with features_for(model, head):  # type: ignore[arg-type]
+    with model.features_for(head):  # type: ignore[arg-type]
         every = range(len(pixels.dataset.samples))
         return predict(model, pixels, every, head).argmax(dim=1).cpu()  # type: ignore[arg-type]
 

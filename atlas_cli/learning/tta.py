@@ -145,7 +145,7 @@ class Adapting(LearningVerb):
 
 def _head_beside(ready: PreparedRun) -> HeadEntry | None:
     """The learned head beside the base, if the images were classified by it."""
-    from atlas_cli.models.heads import HEAD
+    from atlas_cli.models.clip import HEAD
     from atlas_cli.recipes.merge import HeadEntry
     from atlas_cli.sources.locate import sha256_of
 
@@ -160,7 +160,7 @@ def without_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
 
     Files are put in the order of their contents' hashes: names of folders give classes away, too.
     """
-    names = check_classes(named_classes(classes) or dataset.classes, dataset.name)
+    names = check_classes(named_classes(classes) if classes else dataset.classes, dataset.name)
     samples = dataset.unlabelled().samples
     if not dataset.keys_identify:
         hashed = [replace(s, sha256=sha256(content(dataset, s)).digest()) for s in samples]

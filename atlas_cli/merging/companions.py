@@ -72,8 +72,9 @@ def _changed(
     result |= {key: dtype for key in _DTYPE_KEYS if dtype and result.get(key) is not None}
     if inputs.untied:
         result["tie_word_embeddings"] = False
-    configs = {who: one.model.config("config.json") or {} for who, one in located.items()}
-    result = changed_config(result, restacked(inputs.segments, inputs.base, configs))
+    if inputs.segments:
+        configs = {who: one.model.config("config.json") or {} for who, one in located.items()}
+        result = changed_config(result, restacked(inputs.segments, inputs.base, configs))
     if inputs.vocabulary:
         result = with_vocabulary(result, inputs.vocabulary.size)
     return result

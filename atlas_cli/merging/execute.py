@@ -43,9 +43,9 @@ from atlas_cli.merging.provenance import (
     take_hashes,
     written_hashes,
 )
-from atlas_cli.merging.segments import origins
+from atlas_cli.models.clip import HEAD
 from atlas_cli.models.folders import companion_files
-from atlas_cli.models.heads import HEAD, SavedHead, write_head
+from atlas_cli.models.heads import SavedHead, write_head
 from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.parallel import ThreadPool
 from atlas_cli.recipes.merge import Merge
@@ -222,8 +222,8 @@ def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, A
     if (index := prepared.plan.index) is not None:
         listed = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text(folder / f"{request.stem}.safetensors.index.json", listed)
-    layers = origins(prepared.inputs.segments)
-    write_text(folder / MANIFEST, lock_text(recipe, layers, request.merge.preceding))
+    manifest = lock_text(recipe, prepared.inputs.origins, request.merge.preceding)
+    write_text(folder / MANIFEST, manifest)
     if prepared.head:
         write_head(folder / HEAD, prepared.head)
     if request.card:

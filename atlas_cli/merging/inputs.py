@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -57,6 +58,11 @@ class Inputs:
     vocabulary: Vocabulary | None = None  # of the result, if it is not that of the layout's model
     doubts: Sequence[str] = ()
     adapter: MergedAdapter | None = None  # the result, if it is no model
+
+    @property
+    def origins(self) -> list[dict[str, Any]]:
+        """Where the layers come from of a result that is put together of slices."""
+        return [origin for segment in self.segments for origin in segment.origins]
 
 
 def open_inputs(

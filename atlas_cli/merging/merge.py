@@ -251,7 +251,6 @@ def _plan_of(
 ) -> MergePlan:
     from atlas_cli.merging.execute import peak_memory
     from atlas_cli.merging.plan import explained
-    from atlas_cli.merging.segments import origins
 
     plan, inputs = prepared.plan, prepared.inputs
     merged = sum(tensor.merged for tensor in plan.outputs)
@@ -267,7 +266,7 @@ def _plan_of(
         beside=prepared.companions,
         files=[{"file": shard.file, "bytes": shard.bytes} for shard in plan.shards],
         steps=steps,
-        layers=origins(inputs.segments),
+        layers=inputs.origins,
         explained=explained(inputs.segments, inputs.resolved, explain) if explain else [],
         outputs=[tensor.facts() for tensor in plan.outputs],
     )

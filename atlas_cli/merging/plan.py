@@ -21,8 +21,7 @@ from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Segment
 from atlas_cli.models.adapters import adapted
 from atlas_cli.models.language import is_vocabulary
-from atlas_cli.models.lora import has_factors, is_adapter
-from atlas_cli.models.tensor_names import plain, renamed
+from atlas_cli.models.tensor_names import has_factors, is_adapter, plain, renamed
 from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
 from atlas_cli.recipes.merge_checks import long_dtype
 from atlas_cli.recipes.merge_parameters import resolve

@@ -59,6 +59,20 @@ class Segment:
         """Whatever is read: the base first, if there is one."""
         return (self.base, *self.models) if self.base else self.models
 
+    @property
+    def origins(self) -> list[dict[str, Any]]:
+        """Where layers of the result come from that is put together of slices."""
+        spans = (self.part.ranges or {}).items()
+        return [
+            {
+                "stack": stack,
+                "layers": [layers[0], layers[-1] + 1],
+                "method": self.part.method,
+                "sources": [{"model": who, "layer_range": list(span)} for who, span in spans],
+            }
+            for stack, layers in self.layers.items()
+        ]
+
 
 def segments_of(merge: Merge, opened: Mapping[str, LazyTensors]) -> list[Segment]:
     """The tensors of the result, in their order, part by part."""
@@ -201,23 +215,6 @@ def _depth(at: LayerName | None, stack: str, layers: range) -> float | None:
 
 
 # What is told of them -------------------------------------------------------------------------
-
-
-def origins(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Where the layers of a result come from that is put together of slices."""
-    return [
-        {
-            "stack": stack,
-            "layers": [layers[0], layers[-1] + 1],
-            "method": segment.part.method,
-            "sources": [
-                {"model": who, "layer_range": list(span)}
-                for who, span in (segment.part.ranges or {}).items()
-            ],
-        }
-        for segment in segments
-        for stack, layers in segment.layers.items()
-    ]
 
 
 def restacked(

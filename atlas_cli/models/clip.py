@@ -32,6 +32,7 @@ from atlas_cli.sources.references import Reference, check_architecture
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
 Warn = Callable[[str], None]
+HEAD = "atlas_head.safetensors"  # the name of a learned head beside a model
 _PROMPTS_AT_ONCE = 256
 _NAMES = {True: "QuickGELU", False: "GELU"}
 
@@ -52,6 +53,12 @@ class Clip:
     def config(self) -> Mapping[str, Any]:
         """open_clip's configuration of the model."""
         return self.blueprint.model
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a learned head lies beside the model."""
+        named = self.source.reference.kind in ("path", "hub")
+        return named and (self.source.folder / HEAD).is_file()
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from atlas_cli.core.adapters import Head
 from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
 from atlas_cli.core.granularity import Layout, Segments
 from atlas_cli.parallel import ThreadPool
@@ -225,6 +226,10 @@ class ComposedModel(FunctionalModel):
     def gradient(self) -> torch.Tensor:
         """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
         return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
+
+    def features_for(self, head: torch.Tensor | Head) -> AbstractContextManager[None]:
+        """Run for a while so that the features are those that a head takes: always the same."""
+        return nullcontext()
 
 
 def _from_zero(composition: Composition) -> Composition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -95,6 +95,12 @@ class HeadedModel(ComposedModel):
         finally:
             self._restore_projection()
 
+    def features_for(self, head: torch.Tensor | Head) -> AbstractContextManager[None]:
+        """Run for a while so that the features are those that a head takes."""
+        if isinstance(head, Head) and ADAPTERS[head.adapter].pooled:
+            return self.pooled()
+        return nullcontext()
+
     def _drop_projection(self) -> None:
         """From now on features are what comes before the last projection."""
         for replica in self._replicas:
@@ -114,17 +120,6 @@ class HeadedModel(ComposedModel):
         own = self._tensors.get(f"{self._prefix}{name}")
         found = self._module.get_parameter(name) if own is None else own
         return (found.T if flipped else found).detach().float().clone()
-
-
-@contextmanager
-def features_for(model: ComposedModel, head: torch.Tensor | Head) -> Iterator[None]:
-    """Run a model for a while so that its features are those that a head takes."""
-    if isinstance(head, Head) and ADAPTERS[head.adapter].pooled:
-        assert isinstance(model, HeadedModel)
-        with model.pooled():
-            yield
-    else:
-        yield
 
 
 def projection_name(module: torch.nn.Module) -> tuple[str, bool]:

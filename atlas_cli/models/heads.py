@@ -14,10 +14,9 @@ import torch
 from atlas_cli.core.adapters import Head
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
-from atlas_cli.models.clip import Clip, Warn, zero_shot_head
+from atlas_cli.models.clip import HEAD, Clip, Warn, zero_shot_head
 from atlas_cli.registry import ADAPTERS
 
-HEAD = "atlas_head.safetensors"  # its name beside a model
 _KEY, _TEXT = "atlas_head", "text"
 
 
@@ -74,11 +73,9 @@ def head_of(
     clip: Clip, classes: Sequence[str], templates: Sequence[str], warn: Warn
 ) -> torch.Tensor | Head:
     """The learned head beside a model, if it tells these classes apart; else the zero-shot head."""
-    path = clip.source.folder / HEAD
-    if clip.source.reference.kind in ("path", "hub") and path.is_file():
-        saved = open_head(path)
-        if saved.classes == tuple(classes):
-            return saved.head.to(clip.device)
-        some = ", ".join(saved.classes[:3])
-        warn(f"{clip.name}: its learned head is for other classes ({some}, ...): zero-shot here")
+    saved = open_head(clip.source.folder / HEAD)
+    if saved.classes == tuple(classes):
+        return saved.head.to(clip.device)
+    some = ", ".join(saved.classes[:3])
+    warn(f"{clip.name}: its learned head is for other classes ({some}, ...): zero-shot here")
     return zero_shot_head(clip, classes, templates, warn)

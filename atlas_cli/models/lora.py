@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from atlas_cli.sources.locate import Source
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _EMBEDDED = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_embedding_([AB])(?:\.default)?")
-_ANY_FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)")
 # Settings that change nothing about what a finished adapter adds to the weights.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
@@ -85,17 +84,6 @@ class _Piece:
         if self.transposed:
             up, down = down.T.contiguous(), up.T.contiguous()
         return BlockPart(self.start, up * self.scale, down)
-
-
-def is_adapter(source: Source, tensors: LazyTensors) -> bool:
-    """Whether a source is an adapter of PEFT, by the name of its file or of its tensors."""
-    named = source.weights[0].name.startswith("adapter_model.")
-    return named or any(".lora_A." in name for name in tensors)
-
-
-def has_factors(names: Iterable[str]) -> bool:
-    """Whether some tensors are factors of LoRA, of any library: they are no weights."""
-    return any(_ANY_FACTOR.search(name) for name in names)
 
 
 def factor_of(name: str) -> tuple[str, str] | None:

@@ -42,7 +42,19 @@ _PROJECTIONS = {
     "text_projection.weight": "text_projection",
 }
 THIRDS, TRANSPOSED = ("q", "k", "v"), "transposed"
+_FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)")
 _QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
+
+
+def is_adapter(source: Source, tensors: LazyTensors) -> bool:
+    """Whether a source is an adapter of PEFT, by the name of its file or of its tensors."""
+    named = source.weights[0].name.startswith("adapter_model.")
+    return named or any(".lora_A." in name for name in tensors)
+
+
+def has_factors(names: Iterable[str]) -> bool:
+    """Whether some tensors are factors of LoRA, of any library: they are no weights."""
+    return any(_FACTOR.search(name) for name in names)
 
 
 def is_transformers(tensors: LazyTensors) -> bool:

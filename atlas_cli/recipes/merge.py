@@ -13,8 +13,10 @@ from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
+    Group,
     SourceCheck,
     dtype_problem,
+    groups_of,
     idle_keys,
     is_refused,
     method_problem,
@@ -31,7 +33,6 @@ from atlas_cli.recipes.merge_entries import (
     SliceEntry,
     VectorFile,
 )
-from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.merge_tokenizer import TokenizerEntry, TokenizerWish, wish_of
 from atlas_cli.recipes.model import (
     TABLE,
@@ -277,7 +278,10 @@ class Merge:
     @property
     def tokenizer(self) -> TokenizerWish | None:
         """What the recipe says of the tokenizer of the result."""
-        return wish_of(self.recipe.tokenizer_source, self.recipe.tokenizer)
+        if entry := self.recipe.tokenizer:
+            return wish_of(entry)
+        source = self.recipe.tokenizer_source
+        return TokenizerWish(source) if source else None
 
     @property
     def references(self) -> tuple[str, ...]:

@@ -6,11 +6,11 @@ Nothing is opened. Lines begin with the path of the value, such as `.models[0].m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
-from atlas_cli.recipes.merge_groups import Group, groups_of
 from atlas_cli.recipes.merge_parameters import idle_parameters, parameter_problems
 from atlas_cli.recipes.merge_tokenizer import tokenizer_problems, tokenizer_sources
 from atlas_cli.recipes.text import table_problems
@@ -321,3 +321,62 @@ def _is_file(text: str) -> bool:
         return Path(text).expanduser().is_file()
     except (OSError, RuntimeError):  # too long for a path, or the home of nobody
         return False
+
+
+# Where a recipe lists models: `models`, every slice of `slices`, and both in `modules` -----------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Models that are merged with each other.
+
+    `place` is the path of their list, `module` the part of the model that they give. `levels` are
+    tables of parameters for all of them, each with its path, the most special first.
+    """
+
+    place: str
+    entries: list[Any]
+    levels: tuple[tuple[Any, str], ...]
+    base: Any
+    method: Any
+    module: str | None = None
+    sliced: bool = False
+
+    @property
+    def listed(self) -> list[Mapping[str, Any]]:
+        """The entries that are tables."""
+        return [entry for entry in self.entries if isinstance(entry, dict)]
+
+
+def groups_of(found: Mapping[str, Any]) -> Iterator[Group]:
+    """Every group of models of a recipe, in the order of the result's layers."""
+    general = ((found.get("parameters"), ".parameters"),)
+    yield from _groups_in(found, None, general, found)
+    for name, module in _table(found.get("modules")).items():
+        if isinstance(module, dict):
+            levels = ((module.get("parameters"), f".modules.{name}.parameters"), *general)
+            yield from _groups_in(module, name, levels, found)
+
+
+def _groups_in(
+    table: Mapping[str, Any],
+    module: str | None,
+    levels: tuple[tuple[Any, str], ...],
+    found: Mapping[str, Any],
+) -> Iterator[Group]:
+    base, method = found.get("base_model"), found.get("merge_method")
+    place = f".modules.{module}" if module is not None else ""
+    if isinstance(table.get("models"), list):
+        yield Group(f"{place}.models", table["models"], levels, base, method, module)
+        return
+    slices = table.get("slices")
+    for number, part in enumerate(slices if isinstance(slices, list) else []):
+        if isinstance(part, dict) and isinstance(part.get("sources"), list):
+            path = f"{place}.slices[{number}]"
+            own = ((part.get("parameters"), f"{path}.parameters"), *levels)
+            whose = part.get("base_model") or base, part.get("merge_method") or method
+            yield Group(f"{path}.sources", part["sources"], own, *whose, module, sliced=True)
+
+
+def _table(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, dict) else {}

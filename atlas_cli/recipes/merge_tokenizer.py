@@ -74,10 +74,8 @@ class TokenizerWish:
     multiple: int | None = None
 
 
-def wish_of(source: str | None, entry: TokenizerEntry | None) -> TokenizerWish | None:
-    """The wish of a recipe, written in either way; None if it has none."""
-    if entry is None:
-        return TokenizerWish(source) if source else None
+def wish_of(entry: TokenizerEntry) -> TokenizerWish:
+    """The wish of a recipe that is written as a table."""
     rows = {
         token: TokenRow(own.source.model, own.source.token, own.source.token_id, own.force)
         for token, own in (entry.tokens or {}).items()

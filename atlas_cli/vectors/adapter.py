@@ -21,7 +21,6 @@ from atlas_cli.io.checkpoint import open_tensors, write_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models.adapters import lora_settings
 from atlas_cli.models.folders import whole_folder
-from atlas_cli.models.lora import has_factors
 from atlas_cli.models.module_kinds import (
     ATTENTION,
     EMBEDDING,
@@ -32,7 +31,7 @@ from atlas_cli.models.module_kinds import (
     Modules,
     modules_of,
 )
-from atlas_cli.models.tensor_names import plain, renamed
+from atlas_cli.models.tensor_names import has_factors, plain, renamed
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.differences import Choice, problems_between
 

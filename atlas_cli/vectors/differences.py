@@ -15,8 +15,8 @@ from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.models.linearised import is_linearised, open_linearised
-from atlas_cli.models.lora import is_adapter, is_lora_torch, open_adapter, open_lora_torch
-from atlas_cli.models.tensor_names import has_text, normalised
+from atlas_cli.models.lora import is_lora_torch, open_adapter, open_lora_torch
+from atlas_cli.models.tensor_names import has_text, is_adapter, normalised
 from atlas_cli.sources.locate import Source, sha256_of
 from atlas_cli.vectors.format import in_scope, open_vector
 

@@ -24,7 +24,8 @@ from atlas_cli.core.storage import Form
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.files import locked
-from atlas_cli.models.lora import is_adapter, is_lora_torch
+from atlas_cli.models.lora import is_lora_torch
+from atlas_cli.models.tensor_names import is_adapter
 from atlas_cli.sources.hub import Snapshot
 from atlas_cli.sources.locate import (
     Source,

@@ -18,7 +18,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, DataError, MismatchErr
 from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.heads import candidates, chosen, label_of
 from atlas_cli.learning.run import RunOptions, prepare
-from atlas_cli.models.heads import HEAD
+from atlas_cli.models.clip import HEAD
 from atlas_cli.recipes.learning import FitRecipe
 from atlas_cli.recipes.model import check_recipe
 
