@@ -53,22 +53,6 @@ class UnreachableError(AtlasError):
         self.cut = cut
 
 
-def printable(text: str, keep: str = "") -> str:
-    """A text without what controls a terminal: such characters are written as escapes.
-
-    Names come from files of strangers. Line ends would forge messages, escape sequences and marks
-    of direction would change what is shown, and halves of surrogate pairs cannot be encoded.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        c if c in keep or c.isprintable() or c in _BLANKS else ascii(c)[1:-1] for c in text
-    )
-
-
-_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """The clause "; did you mean 'x'?" for the closest known word, or nothing."""
     folded = {name.lower(): name for name in known}

@@ -197,11 +197,12 @@ def list_commands() -> typer.Typer:
     from atlas_cli.cli.extract import extract
     from atlas_cli.cli.finetune import finetune
     from atlas_cli.cli.fit import fit
-    from atlas_cli.cli.help import Command, Group, atlas
+    from atlas_cli.cli.help import Command, Group
     from atlas_cli.cli.inspect import inspect
     from atlas_cli.cli.merge import merge
     from atlas_cli.cli.mergekit_flags import MergeCommand
     from atlas_cli.cli.negate import negate
+    from atlas_cli.cli.options import atlas
     from atlas_cli.cli.push import push
     from atlas_cli.cli.report import report
     from atlas_cli.cli.tta import tta

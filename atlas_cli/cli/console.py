@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError, printable
+from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
 from atlas_cli.io.paths import read_regular
 
 if TYPE_CHECKING:
@@ -170,6 +170,22 @@ def _stdout() -> Iterator[TextIO]:
 def _drop_stdout() -> None:
     """Point stdout at the null device, so that closing it at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text without what controls a terminal: such characters are written as escapes.
+
+    Names come from files of strangers. Line ends would forge messages, escape sequences and marks
+    of direction would change what is shown, and halves of surrogate pairs cannot be encoded.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c in keep or c.isprintable() or c in _BLANKS else ascii(c)[1:-1] for c in text
+    )
+
+
+_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
 
 
 def is_terminal() -> bool:

@@ -11,9 +11,8 @@ from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
-    run_learning,
 )
-from atlas_cli.cli.progress import OutputOptions
+from atlas_cli.cli.progress import OutputOptions, run_learning
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions

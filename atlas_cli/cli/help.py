@@ -1,4 +1,4 @@
-"""How a command reads its arguments and what `--help` says: panels, and defaults that are true.
+"""What `--help` says: panels, and defaults that are true.
 
 What a recipe has a key for is described by that key: its meaning, choices and default come from the
 recipe's model, and plugins add their names. Help is plain text, since drawing it with rich would
@@ -8,14 +8,12 @@ take longer than all the rest of the start.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from atlas_cli import __version__
-from atlas_cli.cli import completion, console
+from atlas_cli.cli.options import SpreadingCommand
 
 if TYPE_CHECKING:
     from atlas_cli.recipes.model import Recipe
@@ -76,72 +74,8 @@ _ADVANCED = "Advanced"
 _WIDEST = 26  # characters of an option's names and value before its text begins on a new line
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        console.emit(f"atlas {__version__}")
-        raise typer.Exit
-
-
-def _show_script(shell: str | None) -> None:
-    if shell:
-        console.emit(completion.script_of(shell).rstrip())
-        raise typer.Exit
-
-
-def _install_script(shell: str | None) -> None:
-    if shell:
-        path, told = completion.install(shell)
-        console.note(told)
-        console.emit(path)
-        raise typer.Exit
-
-
-_SHELL: dict[str, Any] = {"metavar": "SHELL", "is_eager": True}
-
-
-def atlas(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
-    ] = False,
-    show_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Print the script that completes with Tab, for bash, zsh or fish.",
-            callback=_show_script,
-            **_SHELL,
-        ),
-    ] = None,
-    install_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Write that script where bash, zsh or fish finds it.",
-            callback=_install_script,
-            **_SHELL,
-        ),
-    ] = None,
-) -> None:
-    """Learn, merge and evaluate task vectors of CLIP models."""
-
-
-class Command(TyperCommand):
-    """A command whose repeatable options take any number of values: `--data A B C`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`.
-
-        Where that leaves a required argument without a value, the last value is the argument's.
-        """
-        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        spelt = spread(args, repeatable)
-        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
-        if argument and not {*ctx.help_option_names, "--online"} & set(args):
-            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
-            if found := handed_back(spelt, repeatable, taking):
-                spelt, value = found
-                name = (argument.metavar or "").rstrip(".")
-                console.note(f"'{value}' is taken for {name}, which is missing")
-        return list(super().parse_args(ctx, spelt))
+class Command(SpreadingCommand):
+    """A command whose help shows its options in panels."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words behind the name of the command: its options and arguments."""
@@ -275,46 +209,3 @@ def shown_default(default: Any) -> str:
 def _listed(words: Sequence[str]) -> str:
     *some, last = words
     return f"{', '.join(some)} or {last}" if some else last
-
-
-# Values of repeatable options -----------------------------------------------------------------
-
-
-def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
-    """Repeat an option before each of its values; another option, or --, ends them."""
-    spelt: list[str] = []
-    current, taken = "", 0
-    for argument in arguments:
-        if argument.startswith("-") and argument != "-":
-            current, taken = (argument if argument in repeatable else ""), 0
-            spelt.append(argument)
-        else:
-            spelt += [current, argument] if current and taken else [argument]
-            taken += 1
-    return spelt
-
-
-def handed_back(
-    spelt: Sequence[str], repeatable: set[str], taking: set[str]
-) -> tuple[list[str], str] | None:
-    """The arguments with the last value of a repeatable option as one of no option, and the value.
-
-    None if there is such an argument already, or no option has two values. A value that is a
-    file of weights is not taken for data. `taking` are the options that take a value.
-    """
-    last = None
-    number = 0
-    while number < len(spelt):
-        one = spelt[number]
-        if not one.startswith("-") or one in ("-", "--"):
-            return None
-        if one in taking:
-            before = spelt[number - 2] if number > 1 else ""
-            if one in repeatable and before == one:
-                last = number
-            number += 1
-        number += 1
-    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
-        return None
-    value = spelt[last + 1]
-    return [*spelt[:last], *spelt[last + 2 :], value], value

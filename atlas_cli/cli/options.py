@@ -1,24 +1,142 @@
-"""Options that commands share, and how every learning command runs its verb."""
+"""Options of atlas itself and those that commands share, and how a command reads its arguments."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.progress import ConsoleListener, OutputOptions
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.cli.progress import OutputOptions
+from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.run import LearningResult
     from atlas_cli.recipes.model import AnyRecipe
+
+
+class SpreadingCommand(TyperCommand):
+    """A command whose repeatable options take any number of values: `--data A B C`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse after writing `--data A B` as `--data A --data B`.
+
+        Where that leaves a required argument without a value, the last value is the argument's.
+        """
+        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
+        spelt = spread(args, repeatable)
+        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
+        if argument and not {*ctx.help_option_names, "--online"} & set(args):
+            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
+            if found := handed_back(spelt, repeatable, taking):
+                spelt, value = found
+                name = (argument.metavar or "").rstrip(".")
+                console.note(f"'{value}' is taken for {name}, which is missing")
+        return list(super().parse_args(ctx, spelt))
+
+
+def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
+    """Repeat an option before each of its values; another option, or --, ends them."""
+    spelt: list[str] = []
+    current, taken = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            current, taken = (argument if argument in repeatable else ""), 0
+            spelt.append(argument)
+        else:
+            spelt += [current, argument] if current and taken else [argument]
+            taken += 1
+    return spelt
+
+
+def handed_back(
+    spelt: Sequence[str], repeatable: set[str], taking: set[str]
+) -> tuple[list[str], str] | None:
+    """The arguments with the last value of a repeatable option as one of no option, and the value.
+
+    None if there is such an argument already, or no option has two values. A value that is a
+    file of weights is not taken for data. `taking` are the options that take a value.
+    """
+    last = None
+    number = 0
+    while number < len(spelt):
+        one = spelt[number]
+        if not one.startswith("-") or one in ("-", "--"):
+            return None
+        if one in taking:
+            before = spelt[number - 2] if number > 1 else ""
+            if one in repeatable and before == one:
+                last = number
+            number += 1
+        number += 1
+    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
+        return None
+    value = spelt[last + 1]
+    return [*spelt[:last], *spelt[last + 2 :], value], value
+
+
+# Options of atlas itself ----------------------------------------------------------------------
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.emit(f"atlas {__version__}")
+        raise typer.Exit
+
+
+def _show_script(shell: str | None) -> None:
+    if shell:
+        from atlas_cli.cli import completion
+
+        console.emit(completion.script_of(shell).rstrip())
+        raise typer.Exit
+
+
+def _install_script(shell: str | None) -> None:
+    if shell:
+        from atlas_cli.cli import completion
+
+        path, told = completion.install(shell)
+        console.note(told)
+        console.emit(path)
+        raise typer.Exit
+
+
+_SHELL: dict[str, Any] = {"metavar": "SHELL", "is_eager": True}
+
+
+def atlas(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Print the script that completes with Tab, for bash, zsh or fish.",
+            callback=_show_script,
+            **_SHELL,
+        ),
+    ] = None,
+    install_completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Write that script where bash, zsh or fish finds it.",
+            callback=_install_script,
+            **_SHELL,
+        ),
+    ] = None,
+) -> None:
+    """Learn, merge and evaluate task vectors of CLIP models."""
+
+
+# Options that commands share ------------------------------------------------------------------
 
 
 def _check_device(device: str) -> str:
@@ -240,7 +358,7 @@ def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}
 
 
-# Running a learning verb ----------------------------------------------------------------------
+# Reading a recipe -----------------------------------------------------------------------------
 
 _EXAMPLES = {
     "model": "--model builtin:tiny",
@@ -270,48 +388,3 @@ def given_recipe(
         if required and not flags.get(key):
             raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
     return check_recipe(schema, {"data": data, **flags}, "--")
-
-
-def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
-    """Run a verb, show its result, and leave with the exit code that it deserves."""
-    with ConsoleListener(output) as listener:
-        result = verb(on_event=listener, stop=listener.stop)
-    summary = result.folder is not None and console.is_terminal() and not output.as_json
-    shown = set(map(str, result.tests)) if summary else set()  # the summary has these
-    listener.note(*(line for line in result.notes if line not in shown))
-    listener.explain(*result.details)
-    if result.rows and not output.quiet:
-        console.tell_table([_cells(row) for row in result.rows])
-    if output.as_json:
-        console.emit({"atlas": __version__, **result.facts}, as_json=True)
-    elif summary:
-        _show_summary(result)
-    else:
-        console.write(result.text)
-    if result.stopped:
-        raise typer.Exit(130)
-    if result.failed:
-        raise AtlasError(result.failed)
-
-
-def _cells(row: Mapping[str, str | float | None]) -> dict[str, str]:
-    return {k: cell if isinstance(cell, str) else console.percent(cell) for k, cell in row.items()}
-
-
-def _show_summary(result: LearningResult) -> None:
-    """What a person wants to see of a run: how it does, where it is, and what comes next."""
-    rows = [
-        {
-            "top-1 in percent": one.task,
-            "on": f"{one.on} test images",
-            "zero-shot": f"{one.zero_shot:.2f}",
-            "learned": f"{one.learned:.2f}",
-        }
-        for one in result.tests
-    ]
-    if rows:
-        console.emit_table(rows, "")
-    console.emit(f"The run is in {result.folder}. Next:")
-    if result.improved:
-        console.emit(f"  atlas merge {result.folder} -o {result.folder}-model")
-    console.emit(f"  atlas report {result.folder} -o {result.folder}.html")

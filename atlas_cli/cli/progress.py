@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from atlas_cli import __version__
 from atlas_cli.cli import console
+from atlas_cli.errors import AtlasError
 
 if TYPE_CHECKING:
     from atlas_cli.learning.events import Event
+    from atlas_cli.learning.run import LearningResult
 
 PAUSE = 25.0  # seconds without a line after which a file gets one
 _NARROW = 70  # columns below which a bar leaves out numbers
@@ -202,3 +207,51 @@ class ConsoleListener(ExitStack):
 
 def _epoch(number: int, epochs: int) -> str:
     return f"epoch {number}/{epochs}" if epochs else f"epoch {number}"
+
+
+# Running a learning verb ----------------------------------------------------------------------
+
+
+def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
+    """Run a verb, show its result, and leave with the exit code that it deserves."""
+    with ConsoleListener(output) as listener:
+        result = verb(on_event=listener, stop=listener.stop)
+    summary = result.folder is not None and console.is_terminal() and not output.as_json
+    shown = set(map(str, result.tests)) if summary else set()  # the summary has these
+    listener.note(*(line for line in result.notes if line not in shown))
+    listener.explain(*result.details)
+    if result.rows and not output.quiet:
+        console.tell_table([_cells(row) for row in result.rows])
+    if output.as_json:
+        console.emit({"atlas": __version__, **result.facts}, as_json=True)
+    elif summary:
+        _show_summary(result)
+    else:
+        console.write(result.text)
+    if result.stopped:
+        raise typer.Exit(130)
+    if result.failed:
+        raise AtlasError(result.failed)
+
+
+def _cells(row: Mapping[str, str | float | None]) -> dict[str, str]:
+    return {k: cell if isinstance(cell, str) else console.percent(cell) for k, cell in row.items()}
+
+
+def _show_summary(result: LearningResult) -> None:
+    """What a person wants to see of a run: how it does, where it is, and what comes next."""
+    rows = [
+        {
+            "top-1 in percent": one.task,
+            "on": f"{one.on} test images",
+            "zero-shot": f"{one.zero_shot:.2f}",
+            "learned": f"{one.learned:.2f}",
+        }
+        for one in result.tests
+    ]
+    if rows:
+        console.emit_table(rows, "")
+    console.emit(f"The run is in {result.folder}. Next:")
+    if result.improved:
+        console.emit(f"  atlas merge {result.folder} -o {result.folder}-model")
+    console.emit(f"  atlas report {result.folder} -o {result.folder}.html")

@@ -18,9 +18,8 @@ from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
-    run_learning,
 )
-from atlas_cli.cli.progress import OutputOptions
+from atlas_cli.cli.progress import OutputOptions, run_learning
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import (
     Event,

@@ -1,16 +1,20 @@
-"""Models are opened, brought to the same names and tensors, and given to what makes values."""
+"""What a merge reads: models brought to the same names and tensors, and the files beside them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.io.files import write_text
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.merging.adapters import MergedAdapter, are_adapters, merge_adapters
+from atlas_cli.merging.adapters import CONFIG, MergedAdapter, are_adapters, merge_adapters
 from atlas_cli.merging.plan import (
     Resolved,
     check_fit,
@@ -24,11 +28,36 @@ from atlas_cli.merging.plan import (
 from atlas_cli.merging.post import ByPostSteps, with_post_steps
 from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
 from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
-from atlas_cli.merging.segments import Model, Segment, check_outputs, left_out, segments_of
+from atlas_cli.merging.segments import (
+    Model,
+    Segment,
+    changed_config,
+    check_outputs,
+    left_out,
+    restacked,
+    segments_of,
+)
 from atlas_cli.merging.vocabulary import Vocabulary, aligned, build_vocabulary, rows_of
-from atlas_cli.models.language import is_head, is_untied, reconciled
-from atlas_cli.models.tokenizers import Tokenizer, differing, read_tokenizer
+from atlas_cli.models.folders import copy_companion_files
+from atlas_cli.models.language import (
+    is_head,
+    is_untied,
+    reconciled,
+    with_special_ids,
+    with_vocabulary,
+)
+from atlas_cli.models.tokenizers import (
+    Tokenizer,
+    differing,
+    read_template,
+    read_tokenizer,
+    tokenizer_files,
+    write_template,
+    write_tokenizer,
+)
+from atlas_cli.recipes.chat_templates import chat_template
 from atlas_cli.recipes.merge import Merge, MergeRecipe
+from atlas_cli.recipes.merge_checks import long_dtype
 from atlas_cli.recipes.merge_entries import VectorFile
 from atlas_cli.recipes.merge_tokenizer import BASE, UNION
 from atlas_cli.registry import MERGE_METHODS
@@ -36,6 +65,8 @@ from atlas_cli.sources.locate import Source
 from atlas_cli.sources.vector_names import VectorName, name_vectors
 from atlas_cli.vectors.format import read_header
 from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
+
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 @dataclass(frozen=True)
@@ -195,3 +226,58 @@ def _checked_entry(entry: VectorFile, found: GatheredVector) -> GatheredVector:
     if entry.name is not None and entry.name != called:
         raise MismatchError(f"{entry.file}: is called {called}, not {entry.name}")
     return found
+
+
+# Files beside the weights --------------------------------------------------------------------
+
+
+def write_companions(
+    merge: Merge,
+    located: Mapping[str, Located],
+    inputs: Inputs,
+    folder: Path,
+    *,
+    tokenizer: bool = True,
+) -> None:
+    """Copy the files beside the layout's model, with what the recipe changes in them."""
+    change = partial(_changed, merge, located, inputs)
+    copy_companion_files(located[merge.layout].model, folder, change)
+    if inputs.adapter:
+        write_text(folder / CONFIG, json.dumps(inputs.adapter.config, indent=2) + "\n")
+    if not tokenizer:
+        for path in tokenizer_files(folder):
+            path.unlink()
+    if inputs.vocabulary:
+        write_tokenizer(inputs.vocabulary.tokenizer, folder)
+    if merge.recipe.chat_template:
+        models = [located[who].model.folder for who in merge.references]
+        text = chat_template(merge.recipe.chat_template, map(read_template, models))
+        if text is not None:
+            write_template(folder, text)
+
+
+def _changed(
+    merge: Merge,
+    located: Mapping[str, Located],
+    inputs: Inputs,
+    name: str,
+    found: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A configuration with the dtype, layers, head and vocabulary of the result."""
+    result = dict(found)
+    if inputs.vocabulary:
+        old = inputs.vocabulary.models[merge.layout]
+        result = with_special_ids(result, old, inputs.vocabulary.tokenizer.vocabulary)
+    if name == "generation_config.json":
+        return result
+    word = merge.recipe.out_dtype or merge.recipe.dtype
+    dtype = long_dtype(word) if word else None
+    result |= {key: dtype for key in _DTYPE_KEYS if dtype and result.get(key) is not None}
+    if inputs.untied:
+        result["tie_word_embeddings"] = False
+    if inputs.segments:
+        configs = {who: one.model.config("config.json") or {} for who, one in located.items()}
+        result = changed_config(result, restacked(inputs.segments, inputs.base, configs))
+    if inputs.vocabulary:
+        result = with_vocabulary(result, inputs.vocabulary.size)
+    return result

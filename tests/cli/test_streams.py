@@ -13,7 +13,8 @@ import warm
 from conftest import TIMEOUT, write_images
 from safetensors.torch import save_file
 
-from atlas_cli.errors import AtlasError, printable
+from atlas_cli.cli.console import printable
+from atlas_cli.errors import AtlasError
 
 EVIL = "x\x1b]0;owned\x07\natlas: error: forged\u202e\x9b31m"
 
