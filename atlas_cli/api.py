@@ -91,7 +91,7 @@ def tta(
     """Adapt coefficients to images without labels. Keys as for `fit`."""
     from atlas_cli.learning.events import ignore
     from atlas_cli.learning.tta import tta as run
-    from atlas_cli.recipes.learning import TtaRecipe
+    from atlas_cli.recipes.tta import TtaRecipe
 
     options, file = _take_options(keys), Path(predictions) if predictions else None
     recipe = _recipe(TtaRecipe, str(data), keys)

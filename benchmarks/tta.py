@@ -27,7 +27,7 @@ from shifts import CONDITIONS, labels_of, write_task
 from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.learning.tta import Adapting, decision
-from atlas_cli.recipes.learning import TtaRecipe
+from atlas_cli.recipes.tta import TtaRecipe
 
 TARGETS = few_shot.TARGETS
 METHODS = {

@@ -126,3 +126,40 @@ def test_only_one_module_prints():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 raise AssertionError(f"{path} prints")
+
+
+def test_no_imports_go_in_a_circle():
+    names = {_dotted(path): path for path in MODULES}
+    waiting = {
+        name: {found for full in _imported_first(path) if (found := _module_in(full, names))}
+        - {name}
+        for name, path in names.items()
+    }
+    while free := [name for name, needed in waiting.items() if not needed & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    assert waiting == {}
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_first(path: Path) -> set[str]:
+    """What a file imports as it is imported itself: at its top, for more than the type checker."""
+    body = [node for node in ast.parse(path.read_text("utf-8")).body if _is_import(node)]
+    return {
+        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in body
+        for alias in node.names
+    }
+
+
+def _is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def _module_in(full: str, names: dict[str, Path]) -> str | None:
+    """The module of a dotted name: itself, or the one that it is a part of."""
+    return next((name for name in (full, full.rpartition(".")[0]) if name in names), None)

@@ -35,7 +35,7 @@ from atlas_cli.errors import UsageError
 if TYPE_CHECKING:
     from atlas_cli.datasets.dataset import Dataset
     from atlas_cli.learning.evaluate import Evaluation, ModelScore
-    from atlas_cli.recipes.learning import EvalRecipe
+    from atlas_cli.recipes.evaluation import EvalRecipe
     from atlas_cli.reports.tables import Captioned
 
 
@@ -43,7 +43,7 @@ def plan_eval(
     models: list[str], data: list[str] | None, seed: int | None, flags: Mapping[str, Any]
 ) -> EvalRecipe:
     """What to evaluate: the recipe, if there is one, with the flags laid over it."""
-    from atlas_cli.recipes.learning import EvalRecipe
+    from atlas_cli.recipes.evaluation import EvalRecipe
     from atlas_cli.recipes.model import check_recipe, read_recipe
 
     given = {key: value for key, value in flags.items() if value}

@@ -138,11 +138,11 @@ def _names(option: TyperOption, ctx: Any) -> str:
 # Descriptions from recipes --------------------------------------------------------------------
 
 _RECIPES = {
-    "eval": ("learning", "EvalRecipe"),
+    "eval": ("evaluation", "EvalRecipe"),
     "fit": ("learning", "FitRecipe"),
     "negate": ("learning", "NegateRecipe"),
     "add": ("learning", "AddRecipe"),
-    "tta": ("learning", "TtaRecipe"),
+    "tta": ("tta", "TtaRecipe"),
     "finetune": ("finetune", "FinetuneRecipe"),
 }
 _KEYS = {"template": "templates"}  # where an option is called otherwise

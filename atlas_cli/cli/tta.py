@@ -120,7 +120,7 @@ def tta(
     elif images is None:
         raise UsageError("no images given; name a folder, or pipe paths into --online")
     else:
-        from atlas_cli.recipes.learning import TtaRecipe
+        from atlas_cli.recipes.tta import TtaRecipe
 
         recipe = given_recipe(TtaRecipe, images, keys)
         from atlas_cli.learning.tta import tta as run
@@ -152,7 +152,7 @@ def _run_online(
         raise UsageError("--online reads paths from stdin, which is no pipe and no file")
     options.check()
 
-    from atlas_cli.recipes.learning import TtaRecipe
+    from atlas_cli.recipes.tta import TtaRecipe
 
     recipe = given_recipe(TtaRecipe, images or "stdin", keys)
     from atlas_cli.learning.tta import tta_online

@@ -268,3 +268,12 @@ class SharpnessAwareOptimizer:
         self.coefficients = state["coefficients"].to(self._start.device, copy=True)
         self._momentum = state["momentum"].to(self._start.device, copy=True)
         self.number = int(state["number"].item())
+
+
+def make_optimizer(
+    start: torch.Tensor, steps: int, config: OptimizerConfig, *, scaled: bool
+) -> CoefficientOptimizer | SharpnessAwareOptimizer:
+    """An optimizer of coefficients of the kind that its settings ask for."""
+    if config.sharp:
+        return SharpnessAwareOptimizer(start, steps, config)
+    return CoefficientOptimizer(start, steps, config, scaled=scaled)

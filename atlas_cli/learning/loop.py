@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from atlas_cli.core.optimizers import CoefficientOptimizer, SharpnessAwareOptimizer
+from atlas_cli.core.optimizers import make_optimizer
 from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Fold, Last, Policy, Score, Scoring, Selection, select
@@ -235,7 +235,8 @@ class CoefficientTrainer:
     def _train_fold(self, number: int, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         objective, fold = self.objective, self.policy.folds[number]
         data = objective.training_data(fold)
-        optimizer = make_optimizer(objective, data.steps)
+        config, scaled = objective.training.optimizer_config, objective.scaled
+        optimizer = make_optimizer(objective.start, data.steps, config, scaled=scaled)
         if checkpoint.state is not None:
             optimizer.restore(checkpoint.state)
             data.restore(checkpoint.state)
@@ -339,14 +340,6 @@ def _is_scored(fold: Fold, *, last: bool, ends_epoch: bool) -> bool:
     if fold.scoring is Scoring.NEVER:
         return False
     return last or (fold.scoring is Scoring.EVERY_EPOCH and ends_epoch)
-
-
-def make_optimizer(objective: Objective, steps: int) -> Optimizer[torch.Tensor]:
-    """An optimizer at the start of an objective, of the kind that it asks for."""
-    config = objective.training.optimizer_config
-    if config.sharp:
-        return SharpnessAwareOptimizer(objective.start, steps, config)
-    return CoefficientOptimizer(objective.start, steps, config, scaled=objective.scaled)
 
 
 # Any training, saved as it goes ---------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from atlas_cli.core.losses import logits_of, objection
+from atlas_cli.core.optimizers import make_optimizer
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import DataError
-from atlas_cli.learning.loop import descend, make_optimizer
+from atlas_cli.learning.loop import descend
 from atlas_cli.learning.setup import Setup
 from atlas_cli.learning.unlabelled import (
     UnlabelledData,
@@ -53,7 +54,9 @@ class OnlineAdapter:
         inputs = replace(setup.inputs, recipe=once)
         self._setup, self._warn = replace(setup, inputs=inputs), warn
         self._pixels = self._no_images()
-        self._optimizer = make_optimizer(self._objective(), _ENDLESS)
+        first = self._objective()
+        config, scaled = first.training.optimizer_config, first.scaled
+        self._optimizer = make_optimizer(first.start, _ENDLESS, config, scaled=scaled)
         self._memory: dict[str, torch.Tensor] = {}  # of the data before
         self.seen = self.learned_from = 0
 

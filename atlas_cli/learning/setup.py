@@ -28,9 +28,10 @@ from atlas_cli.models.headed import HeadedModel
 from atlas_cli.models.heads import head_of
 from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.parallel import thread_pool_for
-from atlas_cli.recipes.learning import FitRecipe, LearnRecipe, TtaRecipe
+from atlas_cli.recipes.learning import FitRecipe, LearnRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
 from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_table
+from atlas_cli.recipes.tta import TtaRecipe
 from atlas_cli.sources.zoo import same_task
 from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
 from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool

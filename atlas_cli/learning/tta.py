@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from atlas_cli.learning.selection import Policy, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.learning.unlabelled import UnlabelledObjective
-    from atlas_cli.recipes.learning import TtaRecipe
     from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe
+    from atlas_cli.recipes.tta import TtaRecipe
 
 _SHOWN = 20  # classes of a histogram
 _STREAM = "stdin"

@@ -1,4 +1,4 @@
-"""The recipes of `eval` and of the learning commands `fit`, `negate`, `add` and `tta`."""
+"""The recipes of the commands that learn from labels: `fit`, `negate` and `add`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from atlas_cli.recipes.model import (
     RandomSeed,
     Rate,
     Recipe,
-    Scalar,
     Schedule,
     Shots,
     Templates,
@@ -37,8 +36,6 @@ from atlas_cli.recipes.text import (
     parse_clamp,
     parse_individual,
     parse_penalty,
-    parse_schedule,
-    parse_shares,
 )
 from atlas_cli.registry import ADAPTERS, BASES, OBJECTIVES, find_basis, objectives_of
 
@@ -54,7 +51,6 @@ ADAMERGING: Mapping[str, Any] = {
     "select": "last",
     "epochs": 16,
 }
-
 
 # What `fit` does where a recipe does not say; see benchmarks/RESULTS.md for what decided it.
 _FAST: Mapping[str, Any] = {
@@ -78,7 +74,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-_VECTORS = about(
+VECTORS = about(
     "Task vectors of this base: files, folders, `zoo:SET`, `hf://OWNER/NAME`; or fine-tuned models "
     "and adapters, whose vectors are extracted."
 )
@@ -86,11 +82,12 @@ _METHOD = about(
     "`learned`, or `search`: the best of 20 uniform scales by the same rule; for `add` also "
     "`isotropic`: one number per vector."
 )
-_SELECT = about("What decides which epoch is kept.")
-SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfold"), _SELECT]
+SELECT = about("What decides which epoch is kept.")
+SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfold"), SELECT]
 
 
-def _split_without(otherwise: str) -> Any:
+def split_without(otherwise: str) -> Any:
+    """The key `split`, with what is taken without it."""
     """What `split` means; `otherwise` says which split is taken without it."""
     return about(f"`train`, `val` or `test`. Without it: {otherwise}.")
 
@@ -131,30 +128,6 @@ def _adapter_problem(word: str) -> str | None:
     return f"expected {', '.join(_adapters())}, found {word!r}{nearest(word, _adapters())}"
 
 
-class EvalRecipe(Recipe):
-    """What `atlas eval` compares: models and datasets, and how both are read."""
-
-    models: Annotated[
-        list[str], about("Model references. The first is what the others are compared with.")
-    ]
-    data: Annotated[
-        list[str], about("Data references; `builtin:all` stands for every built-in task.")
-    ]
-    split: Annotated[
-        str | None,
-        about(
-            "`train`, `val` or `test`. Without it: `test`, else `val`, else the folder as it is."
-        ),
-    ] = None
-    templates: Templates = []
-    shots: Annotated[
-        int | None, about("Take this many images of every class, drawn by the seed.")
-    ] = None
-    arch: Architecture = None
-    text: TextModel = None
-    seed: Annotated[int, about("Decides everything that is random; 0 if it is not given.")] = 0
-
-
 class LearnRecipe(Recipe):
     """The keys of every learning command: a base, vectors, and how coefficients are found."""
 
@@ -169,7 +142,7 @@ class LearnRecipe(Recipe):
     )
 
     model: ModelName
-    vectors: Annotated[list[str], expect(bool, "names no task vector", minItems=1), _VECTORS]
+    vectors: Annotated[list[str], expect(bool, "names no task vector", minItems=1), VECTORS]
     exclude: Annotated[list[str], about("Names of vectors that are left out.")] = []
     storage: Annotated[
         str,
@@ -179,11 +152,11 @@ class LearnRecipe(Recipe):
     shots: Shots = "all"
     split: Annotated[
         str | None,
-        _split_without("`train` for `fit`, `val` for `negate` and `add`, `test` for `tta`"),
+        split_without("`train` for `fit`, `val` for `negate` and `add`, `test` for `tta`"),
     ] = None
     templates: Templates = []
     method: Annotated[str, one_of("learned", "search"), _METHOD] = "learned"
-    select: Annotated[str, _SELECT] = "last"
+    select: Annotated[str, SELECT] = "last"
     granularity: Annotated[
         str,
         GRANULARITY,
@@ -235,7 +208,7 @@ class FitRecipe(LearnRecipe):
     """What `atlas fit` learns from: a few labelled images of one task."""
 
     split: Annotated[
-        str | None, _split_without("`train`, or the folder as it is. Test images score the result")
+        str | None, split_without("`train`, or the folder as it is. Test images score the result")
     ] = None
 
     select: Annotated[
@@ -246,9 +219,9 @@ class FitRecipe(LearnRecipe):
             pattern="^(last|holdout|kfold|val:.+)$",
             examples=["last", "holdout", "kfold", "val:DATA"],
         ),
-        _SELECT,
+        SELECT,
     ] = "last"
-    vectors: Annotated[list[str], _VECTORS] = []
+    vectors: Annotated[list[str], VECTORS] = []
     data: Annotated[str, about("Labelled images to learn from: a data reference.")]
     allow_target: Annotated[bool, about("Take vectors that are named like the data, too.")] = False
     augment: Annotated[
@@ -356,7 +329,7 @@ class NegateRecipe(LearnRecipe):
         about("Loss of the targets: `unlikelihood`, `ascent` (the paper's) or `uniform`."),
     ] = "unlikelihood"
     select: SelectForSeveral = "same"
-    split: Annotated[str | None, _split_without("`val`, else `train`, or the folder as it is")] = (
+    split: Annotated[str | None, split_without("`val`, else `train`, or the folder as it is")] = (
         None
     )
 
@@ -414,7 +387,7 @@ class AddRecipe(LearnRecipe):
     ] = []
     method: Annotated[str, one_of("learned", "isotropic", "search"), _METHOD] = "learned"
     select: SelectForSeveral = "same"
-    split: Annotated[str | None, _split_without("`val`, else `train`, or the folder as it is")] = (
+    split: Annotated[str | None, split_without("`val`, else `train`, or the folder as it is")] = (
         None
     )
 
@@ -425,97 +398,3 @@ class AddRecipe(LearnRecipe):
         if found.get("method") == "isotropic" and isinstance(found.get("granularity", ""), str):
             found = {**found, "granularity": "vector"}
         return found
-
-
-class TtaRecipe(LearnRecipe):
-    """What `atlas tta` adapts to: images without labels, and the names of their classes."""
-
-    vectors: Annotated[list[str], _VECTORS] = []
-    shots: Annotated[
-        Scalar,
-        expect(
-            lambda value: value == "all", "nothing is drawn by class without labels", const="all"
-        ),
-        about("`all`: nothing is drawn by class without labels."),
-    ] = "all"
-    split: Annotated[
-        str | None, _split_without("`test`, else `val`, else `train`, or the folder as it is")
-    ] = None
-    data: Annotated[str, about("Images; labels that they may have are not looked at.")]
-    classes: Annotated[
-        list[str], about("Class names, if the data has none or others are wanted.")
-    ] = []
-    objective: Annotated[
-        str,
-        objective_of("tta"),
-        about("`ufm`, `entropy`, `balanced-entropy`, `sar` or `simclr`."),
-    ] = "ufm"
-    tune: Annotated[
-        str,
-        one_of("coefficients", "layernorm"),
-        about("`coefficients`, or `layernorm`: weights and biases of the LayerNorms instead."),
-    ] = "coefficients"
-    trusted_per_class: Annotated[
-        Annotated[int, expect(lambda number: number > 0, "expected 1 or more", minimum=1)] | None,
-        about(
-            "`ufm`: images of a class taken at their prediction; a quarter of an even share, 1 to "
-            "100, if it is not given."
-        ),
-    ] = None
-    power: Annotated[
-        Number,
-        expect(
-            lambda power: 0 < power < math.inf,
-            "expected more than 0, such as 0.5",
-            exclusiveMinimum=0,
-        ),
-        about("`ufm`: exponent of predictions; above 1 sharpens, below 1 flattens; 0.5."),
-    ] = 0.5
-    threshold: Annotated[
-        str,
-        expect(
-            lambda text: parse_schedule(text) is not None,
-            "expected START:END within 0 and 1, such as 0.9:1",
-        ),
-        about(
-            "`ufm`: how sure a prediction must then be, from the first epoch to the last; `0.9:1`."
-        ),
-    ] = "0.9:1"
-    prior: Annotated[
-        str,
-        expect(
-            lambda text: text == "uniform" or parse_shares(text) is not None,
-            "expected uniform, or a share for every class such as 0.9,0.1",
-        ),
-        about("How often classes occur: `uniform`, or a share for every class such as `0.9,0.1`."),
-    ] = "uniform"
-    select: Annotated[str, one_of("guard", "last"), _SELECT] = "guard"
-    epochs: Annotated[Positive, about("Passes over the images; 4.")] = 4
-    lr: Annotated[
-        Rate, about("Learning rate of AdamW; 0.03, for LayerNorms 0.003, for `sar` 0.3.")
-    ] = 0.03
-    batch_size: Annotated[Positive, about("Images per step; 64.")] = 64
-    min_steps: Annotated[Positive, about("Steps per epoch at least; 1.")] = 1
-    augment: Annotated[
-        str,
-        one_of("mild", "flip", "crop"),
-        about("`mild` (small crops, other light, noise), `crop` or `flip`."),
-    ] = "mild"
-
-    @classmethod
-    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        if found.get("tune") == "layernorm":
-            return {"lr": 0.003, **found}
-        if found.get("objective") == "sar":
-            return {"lr": 0.3, "weight_decay": 0.0, **found}
-        return found
-
-    @classmethod
-    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
-        tune = found.get("tune", "coefficients")
-        if tune != "layernorm" and not found.get("vectors"):
-            yield "vectors", f"names no task vector, found {found.get('vectors', [])}"
-        if tune == "layernorm" and (method := found.get("method", "learned")) != "learned":
-            yield "method", f"LayerNorms have no scale to search, found {method!r}"
-        if tune != "coefficients" and found.get("linearised"):
-            yield "linearised", "LayerNorms are not composed, found True"

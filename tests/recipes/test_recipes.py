@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
+from atlas_cli.recipes.evaluation import EvalRecipe
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import (
-    AddRecipe,
-    EvalRecipe,
-    FitRecipe,
-    LearnRecipe,
-    NegateRecipe,
-    TtaRecipe,
-)
+from atlas_cli.recipes.learning import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe
 from atlas_cli.recipes.merge import LearnedRecipe, read_merge
 from atlas_cli.recipes.model import read_recipe
 from atlas_cli.recipes.schema import json_schema, key_table
 from atlas_cli.recipes.text import parse_mapping
+from atlas_cli.recipes.tta import TtaRecipe
 from atlas_cli.registry import MERGE_METHODS, POST_STEPS
 
 ROOT = Path(__file__).parent.parent.parent
