@@ -180,7 +180,8 @@ def _of_system(problem: BaseException) -> str | None:
         return said
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
-    allocation = "can't allocate memory" in said or "not enough memory" in said
+    signs = ("can't allocate memory", "not enough memory", "bad_alloc")
+    allocation = any(sign in said for sign in signs)
     return _NO_MEMORY if allocation or "can't start new thread" in said else None
 
 

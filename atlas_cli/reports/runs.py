@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
+from atlas_cli.io.paths import read_regular
 from atlas_cli.recipes.text import UNIT, Table, as_percent, table_problems
 
 if TYPE_CHECKING:
@@ -300,10 +301,13 @@ def _number(value: Any, scale: int = 1) -> float | None:
 # Files ----------------------------------------------------------------------------------------
 
 
+_MOST = 1 << 30  # bytes
+
+
 def _read_text(path: Path) -> str:
     """The content of a text file, or "" if there is none."""
     try:
-        return path.read_text("utf-8") if path.exists() else ""
+        return read_regular(path, _MOST).decode("utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as problem:
         raise CheckpointError(f"{path}: cannot be read as UTF-8 text") from problem
 

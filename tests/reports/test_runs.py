@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
-from atlas_cli.reports.runs import is_run, is_table, read_coefficients, read_numbers, read_run
+from atlas_cli.reports.runs import (
+    _read_text,
+    is_run,
+    is_table,
+    read_coefficients,
+    read_numbers,
+    read_run,
+)
 
 TABLE = {"cars": {"visual.proj": 0.5, "visual.conv1.weight": -1.0}}
 CONFIG = {"command": "fit", "recipe": {"seed": 0}, "data": [{"name": "photos"}]}
@@ -134,3 +142,9 @@ def test_other_tensors_are_no_table(tmp_path: Path):
     save_file({"coefficients": torch.ones(2)}, path)
     with pytest.raises(AtlasError, match="holds no table of coefficients"):
         read_numbers(path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        _read_text(tmp_path / "metrics.jsonl")
