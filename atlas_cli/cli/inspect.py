@@ -134,7 +134,7 @@ def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Sour
     from atlas_cli.vectors.gather import Gathering, gather_by_name
 
     tell = (lambda text: None) if quiet else console.note
-    found = gather_by_name(texts, base, Gathering(tell=tell, warn=console.warn))
+    found = gather_by_name(texts, base, Gathering(tell=tell, warn=console.warner(quiet=quiet)))
     return [
         Source(Reference(one.text, "path", str(one.file)), one.file.parent, (one.file,), one.commit)
         for one in found

@@ -76,7 +76,9 @@ def _pull(
     from atlas_cli.vectors.gather import Gathering, gather_by_name
 
     tell = (lambda text: None) if quiet else console.note
-    how = Gathering(storage=storage, keep_downloads=keep, tell=tell, warn=console.warn)
+    how = Gathering(
+        storage=storage, keep_downloads=keep, tell=tell, warn=console.warner(quiet=quiet)
+    )
     found = gather_by_name(list(dict.fromkeys(entry.name for entry in entries)), model, how)
     if as_json:
         vectors = [
