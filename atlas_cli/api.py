@@ -193,7 +193,7 @@ def compose(
     numbers or with numbers by block, or a learned recipe, which also names vectors if none are
     given. The weights are those that `merge` would write, bit for bit.
     """
-    from atlas_cli.sources.references import check_architecture, parse_reference
+    from atlas_cli.sources.locate import check_architecture, parse_reference
 
     reference = parse_reference(str(model))
     check_architecture(arch)
@@ -231,8 +231,7 @@ def evaluate(
 ) -> list[ModelScore]:
     """Score models, also composed ones, on datasets, and compare each with the first."""
     from atlas_cli.datasets.dataset import open_datasets
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import check_architecture, parse_reference
+    from atlas_cli.sources.locate import check_architecture, locate, parse_reference
 
     listed: list[Any] = list(models) if isinstance(models, list | tuple) else [models]
     found = [parse_reference(str(m)) if isinstance(m, str | Path) else m for m in listed]
@@ -287,8 +286,7 @@ def extract(
 
 def _opening(arch: str | None, text: str | None, device: str) -> Any:
     from atlas_cli.models.clip import Opening
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
 
     return Opening(arch, locate(parse_reference(text)) if text else None, device)
 

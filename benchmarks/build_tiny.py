@@ -33,8 +33,7 @@ from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import builtin_model, parse_reference
+from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 
 Tokenizer = Callable[[list[str]], torch.Tensor]
 Data = tuple[torch.Tensor, torch.Tensor]

@@ -16,8 +16,7 @@ from pathlib import Path
 import storage
 
 from atlas_cli.core.storage import Form
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import BUILTIN_VECTORS, parse_reference, vector_file
+from atlas_cli.sources.locate import BUILTIN_VECTORS, locate, parse_reference, vector_file
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to
 

@@ -102,7 +102,7 @@ def write(output: Path, size: int) -> None:
 
 def hashed(folder: Path, output: Path, size: int) -> None:
     """Hash both models, one in a thread each, and write as many bytes as the vector has."""
-    from atlas_cli.sources.locate import sha256_of
+    from atlas_cli.io.files import sha256_of
 
     with ThreadPoolExecutor(2) as pool:
         for name in ("base", "finetuned"):
@@ -117,8 +117,7 @@ def memory(field: str) -> int:
 
 
 def extract(folder: Path, output: Path, name: str = "finetuned") -> None:
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
     from atlas_cli.vectors.bases import open_base
     from atlas_cli.vectors.extract import Options, extract_to
 

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 
 from atlas_cli.core.storage import Form, decode
 from atlas_cli.datasets.builtin import TASKS
-from atlas_cli.sources.locate import locate, sha256_of
-from atlas_cli.sources.references import builtin_model, parse_reference
+from atlas_cli.io.files import sha256_of
+from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.extract import Extracted, Options, extract_to
 from atlas_cli.vectors.format import open_vector

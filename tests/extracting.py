@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from atlas_cli.core.storage import decode
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Extracted, Options, extract_to

@@ -276,7 +276,7 @@ def clip_benchmark_scores(given: Tensors) -> Tensors:
     from atlas_cli.cli.app import main
     from atlas_cli.datasets import builtin
     from atlas_cli.models.open_clip_import import import_open_clip
-    from atlas_cli.sources.references import builtin_model
+    from atlas_cli.sources.locate import builtin_model
 
     open_clip = import_open_clip()
     from clip_benchmark.metrics.zeroshot_classification import evaluate, zero_shot_classifier

@@ -132,8 +132,7 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Pa
 
 def write_moved_tiny(path: Path, *, seed: int = 0, size: float = 0.02) -> Path:
     """The task vector of the built-in model after a random step of that relative size."""
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import builtin_model, parse_reference
+    from atlas_cli.sources.locate import builtin_model, locate, parse_reference
     from atlas_cli.vectors.bases import open_base
     from atlas_cli.vectors.extract import Options, extract_to
 

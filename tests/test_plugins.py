@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.registry import Registry, late
-from atlas_cli.sources.references import builtin_model
+from atlas_cli.sources.locate import builtin_model
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = "open_clip_model.safetensors"

@@ -207,7 +207,8 @@ _PATHS = (
 def _values(command: str, name: str | None) -> Iterator[Candidate]:
     """The values of an option, or of an argument, whose name ends in a colon."""
     from atlas_cli.datasets.dataset import SPLITS
-    from atlas_cli.sources.references import BUILTIN_MODELS, BUILTIN_VECTORS, open_clip_tags
+    from atlas_cli.sources.locate import BUILTIN_MODELS, BUILTIN_VECTORS
+    from atlas_cli.sources.open_clip_table import open_clip_tags
     from atlas_cli.vectors.targets import DTYPES, SCOPES
 
     known: dict[str, Iterable[str]] = {"dtype": DTYPES, "scope": SCOPES, "split": SPLITS}

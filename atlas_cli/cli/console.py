@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
-from atlas_cli.io.paths import read_regular
+from atlas_cli.io.files import read_regular
 
 if TYPE_CHECKING:
     from rich.table import Table

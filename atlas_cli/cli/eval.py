@@ -133,8 +133,7 @@ def evaluate(
     """
 
     from atlas_cli.datasets.dataset import open_datasets
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import check_architecture, parse_reference
+    from atlas_cli.sources.locate import check_architecture, locate, parse_reference
 
     plan = plan_eval(
         *(models, data, seed),

@@ -79,8 +79,7 @@ def _opened(
     run: str, data: str | None, arch: str | None, text: str | None
 ) -> tuple[Clip, torch.Tensor | Head, tuple[str, ...]]:
     """The model that a run learned or that a folder holds, its head and its classes."""
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import check_architecture, parse_reference
+    from atlas_cli.sources.locate import check_architecture, locate, parse_reference
 
     check_architecture(arch)
     folder, learned = Path(run), Path(run) / "recipe.yaml"

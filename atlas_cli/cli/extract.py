@@ -69,8 +69,7 @@ def run(request: ExtractRequest, push: str | None, *, as_json: bool, quiet: bool
 def run_adapters(request: ExtractRequest, *, as_json: bool, quiet: bool) -> None:
     """Write every adapter, and show each when it is complete."""
 
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
     from atlas_cli.vectors.targets import adapter_targets
 
     request.check()

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from atlas_cli.reports.runs import (
         Run,
     )
-    from atlas_cli.sources.locate import Source
-    from atlas_cli.sources.references import Reference
+    from atlas_cli.sources.locate import Reference, Source
 
 _TEXTS = (".yaml", ".yml", ".json")
 Subjects = Annotated[
@@ -60,8 +59,7 @@ def inspect(
 
     from atlas_cli.reports.plots import check_libraries, check_plot
     from atlas_cli.reports.runs import read_coefficients
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import check_architecture
+    from atlas_cli.sources.locate import check_architecture, locate
 
     if plot:
         check_plot(plot)
@@ -105,8 +103,7 @@ def _spelt_out(text: str) -> list[str]:
 def _parse(text: str) -> Reference:
     """A reference; a file that is not there is a typing mistake, not a name on the Hub."""
 
-    from atlas_cli.sources.locate import WEIGHT_SUFFIXES
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import WEIGHT_SUFFIXES, parse_reference
 
     path = Path(text)
     is_file = path.suffix in WEIGHT_SUFFIXES and (text.count("/") < 2 or path.parent.is_dir())
@@ -125,8 +122,7 @@ def _is_gathered(text: str, base: str | None) -> bool:
 
 def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Source]:
     """Task vectors by reference; those of the zoo know their base."""
-    from atlas_cli.sources.locate import Source
-    from atlas_cli.sources.references import Reference
+    from atlas_cli.sources.locate import Reference, Source
     from atlas_cli.sources.vector_names import check_vectors
 
     check_vectors(texts)
@@ -142,8 +138,7 @@ def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Sour
 
 
 def _from_stdin(stack: ExitStack) -> Source:
-    from atlas_cli.sources.locate import Source
-    from atlas_cli.sources.references import Reference
+    from atlas_cli.sources.locate import Reference, Source
 
     path = stack.enter_context(spooled_stdin(".safetensors"))
     return Source(Reference("-", "path", str(path)), path.parent, (path,))

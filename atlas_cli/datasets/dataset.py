@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas_cli.datasets.known import named_templates
 from atlas_cli.errors import DataError, UsageError, nearest
-from atlas_cli.io.paths import open_regular
+from atlas_cli.io.files import open_regular
 from atlas_cli.registry import DATASET_KINDS, Registered
 
 if TYPE_CHECKING:

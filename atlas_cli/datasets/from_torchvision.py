@@ -19,8 +19,8 @@ from urllib.error import URLError
 from atlas_cli.datasets.dataset import DEFAULT_TEMPLATE, Dataset, Sample, pick_split
 from atlas_cli.datasets.known import find_known, known_datasets, spelt
 from atlas_cli.errors import AtlasError, DataError, UnreachableError, UsageError, nearest
+from atlas_cli.io.files import cache_folder
 from atlas_cli.registry import dataset_kind
-from atlas_cli.sources.locate import cache_folder
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -19,7 +19,7 @@ from typing import Any
 
 from atlas_cli.datasets.dataset import Dataset, Sample
 from atlas_cli.errors import AtlasError
-from atlas_cli.sources.locate import cache_folder
+from atlas_cli.io.files import cache_folder
 
 _INDEX = "index.json"
 _ENDINGS = (

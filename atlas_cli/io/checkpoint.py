@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.io.files import whole_file
-from atlas_cli.io.paths import open_regular
+from atlas_cli.io.files import open_regular, whole_file
 from atlas_cli.io.pickles import open_pickle
 from atlas_cli.io.tensors import FileSpan, LazyTensor
 

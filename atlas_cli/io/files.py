@@ -1,35 +1,114 @@
-"""Files and folders that appear whole or not at all."""
+"""Files: read where others named them, written whole or not at all, locked, and told by digests.
+
+Models, indexes, archives and answers of the Hub name files. Every such name goes through `inside`.
+Digests are cached with the path, size and times of their files. No result depends on the cache: a
+digest whose entry is missing, damaged or of other files is computed again, and an entry that cannot
+be written is skipped.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import hashlib
+import json
+import math
 import os
 import platform
 import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from atlas_cli.errors import AtlasError
+from atlas_cli.errors import AtlasError, CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
+except ImportError:  # Windows has no flock: two writers of one folder go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
-_JOURNAL, _MODEL, _REPLACED = "journal", "model", "replaced"
-_MARK = "atlas merge "  # how a journal begins
-_WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
-_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
 
-Piece = tuple[int, int]  # the number of an output, and of a piece of it
+
+# Reading --------------------------------------------------------------------------------------
+
+
+def inside(folder: Path, name: object, where: str) -> Path:
+    """The file of that name in a folder. Raises CheckpointError if it leads out, also by links.
+
+    A snapshot in the cache of the Hub's client links to the blobs of its repository, which count
+    as inside.
+    """
+    if not is_plain(name):
+        raise CheckpointError(f"{where}: names a file outside its folder: {name}")
+    path = folder / str(name)
+    found = Path(os.path.realpath(path))
+    if not any(found.is_relative_to(home) for home in _homes(folder)):
+        raise CheckpointError(
+            f"{where}: {name} is a link out of its folder; put a copy of the file in its place"
+        )
+    return path
+
+
+def is_plain(name: object) -> bool:
+    """Whether a text can name a file below a folder: relative, without `..`, printable."""
+    if not isinstance(name, str) or not name or "\\" in name or not name.isprintable():
+        return False
+    path = PurePosixPath(name)
+    if len(name) > 1000 or any(len(part) > 200 for part in path.parts):
+        return False
+    return not path.is_absolute() and ".." not in path.parts and not Path(name).drive
+
+
+def _homes(folder: Path) -> list[Path]:
+    home = Path(os.path.realpath(folder))
+    snapshots = next((path for path in home.parents if path.name == "snapshots"), None)
+    return [home, snapshots.parent / "blobs"] if snapshots else [home]
+
+
+def copy_folder(source: Path, target: Path, where: str) -> None:
+    """Copy a folder with all that is in it, links as what they lead to, which has to be inside."""
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if not inside(source, name, where).is_dir():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(path, target / name)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of a regular file."""
+    with open_regular(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read it. A pipe or a device, which might never answer, is an error."""
+    handle = os.open(path, os.O_RDONLY | _AT_ONCE)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file, unless there are more than a limit."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(0, f"is larger than {limit / 1e6:,.0f} MB", str(path))
+        return file.read(limit)
+
+
+# Writing --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -73,7 +152,7 @@ def _sweep(folder: Path, prefix: str, suffix: str) -> None:
             if not (entry.name.startswith(prefix) and entry.name.endswith(suffix)):
                 continue
             with contextlib.suppress(OSError):
-                handle = os.open(entry.path, _OPEN & ~os.O_CREAT)
+                handle = os.open(entry.path, OPEN & ~os.O_CREAT)
                 try:
                     old = time.time() - os.fstat(handle).st_mtime > _STALE
                     if old and _hold(handle):
@@ -118,7 +197,7 @@ class FolderLock:
 
     def take(self) -> None:
         """Lock the folder until `release`, or until the process ends. Raises AtlasError."""
-        handle = os.open(self._path, _OPEN, 0o666)
+        handle = os.open(self._path, OPEN, 0o666)
         try:
             self._refuse_others(handle)
             os.ftruncate(handle, 0)
@@ -132,7 +211,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise AtlasError if another process has locked the folder."""
         with contextlib.suppress(FileNotFoundError):
-            handle = os.open(self._path, _OPEN & ~os.O_CREAT)
+            handle = os.open(self._path, OPEN & ~os.O_CREAT)
             try:
                 self._refuse_others(handle)
             finally:
@@ -161,197 +240,150 @@ class FolderLock:
 LOCK = ".atlas.lock"
 
 
-class StagingFolder:
-    """A folder beside the target: files of their final length in it, and a journal of pieces.
+# Digests --------------------------------------------------------------------------------------
 
-    It holds the journal, the model as far as it is written, and while names are exchanged the
-    folder that is replaced. A piece is in the journal once its bytes are in its file. Made again
-    for the same work, it goes on from there; for any other work it starts anew. What atlas did not
-    write is never removed, and links are not followed.
+_WINDOW = 1 << 18  # bytes of a file that are hashed at a time: they stay in the cache of a core
+_SETTLED = 2.0  # seconds; the coarsest clock that a file system keeps
+_HEXADECIMAL = re.compile(r"[0-9a-f]+")
+SHA256, XXH3 = 64, 32  # hexadecimal digits of a digest
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    return _hashed(path, hashlib.sha256())
+
+
+def blake3_of(path: Path) -> str:
+    """The BLAKE3 of a file's bytes, in hexadecimal.
+
+    Several files are hashed at a time, each by one thread: threads that share a file cost more.
+    """
+    from blake3 import blake3
+
+    return _hashed(path, blake3())
+
+
+def _hashed(path: Path, found: Any) -> str:
+    try:
+        # Read, not mapped: a mapped file that another program cuts short ends this one.
+        with open_regular(path) as file:
+            room = memoryview(bytearray(min(_WINDOW, os.fstat(file.fileno()).st_size)))
+            while count := file.readinto(room):
+                found.update(room[:count])
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}") from problem
+    return str(found.hexdigest())
+
+
+DIGESTS = {"blake3": blake3_of, "sha256": sha256_of}  # kinds; all have 64 digits
+
+
+def named_sha256(path: Path) -> str | None:
+    """The sha256 that the Hub's cache has named a file by; None for any other file.
+
+    The cache holds links from a snapshot to blobs, and names those of large files by their sha256.
+    """
+    if path.is_symlink():
+        blob = path.resolve()
+        if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+            return blob.name
+    return None
+
+
+def digest_kind(path: Path) -> str:
+    """The kind of digest that is quickest to come by."""
+    return "sha256" if named_sha256(path) else "blake3"
+
+
+def digest_of(path: Path, kind: str) -> str:
+    """A digest of a file, from the name or from the cache if it is known."""
+    if kind == "sha256" and (known := named_sha256(path)):
+        return known
+    what = "files" if kind == "sha256" else f"{kind} of files"
+    stats = stat_files([path])
+    found = load_digests(what, stats, [path.name])
+    if not found:
+        found = {path.name: CachedDigest(DIGESTS[kind](path))}
+        save_digests(what, stats, found)
+    return found[path.name].digest
+
+
+def cache_folder() -> Path:
+    """ATLAS_CACHE, or `atlas` in the user's cache folder. Everything in it can be deleted."""
+    if chosen := os.environ.get("ATLAS_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas"
+
+
+@dataclass(frozen=True)
+class CachedDigest:
+    """The digest of a file or of a block in hexadecimal, and the norm of a block."""
+
+    digest: str
+    norm: float = 0.0
+
+    def is_sound(self, digits: int) -> bool:
+        """Whether the values are ones that atlas writes, with a digest of so many digits."""
+        number = type(self.norm) is float and math.isfinite(self.norm) and self.norm >= 0
+        return number and len(self.digest) == digits and bool(_HEXADECIMAL.fullmatch(self.digest))
+
+
+@dataclass(frozen=True)
+class FileStats:
+    """Path, device, inode, size and both times of some files, at one moment.
+
+    `settled` says whether all files were old enough that any later change shows in their times.
+    If one of them cannot be looked at, `files` is empty and `settled` is False.
     """
 
-    def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
-        self.target = target
-        self._home = _staging(target)
-        self.folder = self._home / _MODEL
-        check_staging(target)
-        self._home.mkdir(exist_ok=True)
-        self._journal = os.open(self._home / _JOURNAL, _OPEN | os.O_APPEND, 0o666)
-        self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._writing = {name: threading.Lock() for name in files}
-        try:
-            _claim(self._journal, target)
-            self.done = self._resume(identity, files)
-            for name, length in files.items():
-                self._files[name] = os.open(self.folder / name, _OPEN, 0o666)
-                _reserve(self._files[name], length)
-        except AtlasError:
-            self.close()
-            raise
-        except OSError:
-            self.abandon()
-            raise
-
-    def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
-        """The pieces that an earlier run of the same work finished; else an empty folder."""
-        first, *lines = (self._home / _JOURNAL).read_text("utf-8", "replace").split("\n")
-        pieces = [re.fullmatch(r"(\d{1,9}) (\d{1,9})", line) for line in lines[:-1]]
-        here = all(_is_file(self.folder / name, length) for name, length in files.items())
-        if lines and first == _MARK + identity and here and all(pieces):
-            # Companion files are written last, and anew: one may have been cut short.
-            _remove_all_but(self.folder, files)
-            # The last line may be cut short: it is no piece.
-            return {(int(found[1]), int(found[2])) for found in pieces if found}
-        _remove_all_but(self._home, [_JOURNAL])
-        self.folder.mkdir()
-        os.ftruncate(self._journal, 0)
-        os.write(self._journal, f"{_MARK}{identity}\n".encode())
-        return set()
-
-    def write(self, file: str, offset: int, content: memoryview | bytes) -> None:
-        """Put bytes at an offset of a file.
-
-        The system lets one thread at a time write to a file, and the others spin meanwhile: with a
-        lock of our own they sleep.
-        """
-        with self._writing[file]:
-            os.lseek(self._files[file], offset, os.SEEK_SET)  # Windows has no pwrite
-            while len(content):
-                content = content[os.write(self._files[file], content[:_WRITTEN]) :]
-
-    def note(self, piece: Piece) -> None:
-        """Say that a piece is in its file."""
-        with self._lock:
-            os.write(self._journal, f"{piece[0]} {piece[1]}\n".encode())
-
-    def close(self) -> None:
-        """Let go of the files, and leave them for another run."""
-        handles = [*self._files.values(), self._journal]
-        self._files, self._journal = {}, -1
-        for handle in handles:
-            with contextlib.suppress(OSError):
-                os.close(handle)
-
-    def abandon(self) -> None:
-        """Remove all that was written."""
-        if fcntl is None:  # Windows removes no open file
-            self.close()
-        shutil.rmtree(self._home, ignore_errors=True)
-        self.close()
-
-    def finish(self) -> None:
-        """Give the folder its name; a folder that is replaced goes last.
-
-        A run that is killed in between is put right by the next one: see `recover`.
-        """
-        if fcntl is None:
-            self.close()
-        if self.target.exists():
-            self.target.rename(self._home / _REPLACED)
-        self.folder.rename(self.target)
-        shutil.rmtree(self._home, ignore_errors=True)
-        self.close()
+    files: tuple[tuple[str | int, ...], ...]
+    settled: bool
 
 
-def _staging(target: Path) -> Path:
-    return target.absolute().parent / f".{target.name}.part"
-
-
-def check_staging(target: Path) -> None:
-    """Raise AtlasError if the place of the staging folder is taken by what atlas did not make."""
-    home = _staging(target)
-    if not os.path.lexists(home):
-        return
-    status = home.lstat()
-    foreign = hasattr(os, "geteuid") and status.st_uid != os.geteuid()
-    if foreign or not stat.S_ISDIR(status.st_mode) or not _is_ours(home):
-        raise AtlasError(
-            f"{home}: is in the way, and was not left by atlas merge; remove it or give it another "
-            "name"
-        )
-
-
-def _is_ours(home: Path) -> bool:
-    """Whether a folder is empty, has just been made, or has a journal that atlas merge wrote."""
-    names = {path.name for path in home.iterdir()}
-    journal = home / _JOURNAL
-    if _JOURNAL not in names:
-        return not names
-    if journal.is_symlink() or not journal.is_file():
-        return False
-    with journal.open("rb") as file:
-        head = file.read(len(_MARK))
-    return head == _MARK.encode() or (not head and names == {_JOURNAL})
-
-
-def recover(target: Path) -> None:
-    """Put right what a kill left between two renames: a folder that was to be replaced returns.
-
-    If the new one has its name already, the rest of the staging folder is removed.
-    """
-    home = _staging(target)
-    if not os.path.lexists(home):
-        return
-    check_staging(target)
-    replaced = home / _REPLACED
-    journal = os.open(home / _JOURNAL, _OPEN) if (home / _JOURNAL).exists() else None
+def stat_files(paths: Sequence[Path]) -> FileStats:
+    """The stats of files; to be taken before the files are read."""
+    now = time.time_ns()
     try:
-        if journal is None:
-            return
-        _claim(journal, target)
-        if replaced.is_dir() and not os.path.lexists(target):
-            replaced.rename(target)
-        elif target.is_dir() and not (home / _MODEL).exists():
-            shutil.rmtree(home, ignore_errors=True)
-    finally:
-        if journal is not None:
-            os.close(journal)
+        seen = [(str(path.resolve()), path.stat()) for path in paths]
+    except (OSError, RuntimeError):  # a loop of links
+        return FileStats((), settled=False)
+    youngest = max(max(status.st_mtime_ns, status.st_ctime_ns) for _, status in seen)
+    files = tuple(
+        (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for path, status in seen
+    )
+    return FileStats(files, settled=now - youngest > _SETTLED * 1e9)
 
 
-def _claim(journal: int, target: Path) -> None:
-    if fcntl is None:
+def load_digests(
+    what: str, stats: FileStats, names: Collection[str], digits: int = SHA256
+) -> dict[str, CachedDigest]:
+    """The cached digests of unchanged files under each of the names; empty unless all are there."""
+    try:
+        found = json.loads(_entry(what, stats).read_text("utf-8"))
+        same = found["files"] == [list(file) for file in stats.files] != []
+        digests = {name: CachedDigest(*found["known"][name]) for name in names}
+        sound = all(one.is_sound(digits) for one in digests.values())
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
+        return {}
+    return digests if same and sound else {}
+
+
+def save_digests(what: str, stats: FileStats, digests: Mapping[str, CachedDigest]) -> None:
+    """Cache digests, unless the files have changed since their stats were taken."""
+    files = [Path(str(file[0])) for file in stats.files]
+    if not stats.settled or stat_files(files).files != stats.files:
         return
-    try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        raise AtlasError(f"{target}: another atlas merge is writing it") from problem
+    lines = {name: (one.digest, one.norm) for name, one in digests.items()}
+    text = json.dumps({"files": stats.files, "known": lines}, sort_keys=True)
+    with contextlib.suppress(OSError, RuntimeError):
+        entry = _entry(what, stats)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(entry) as temporary:
+            temporary.write_text(text, "utf-8")
 
 
-def _is_file(path: Path, length: int) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size == length
-
-
-def _remove_all_but(folder: Path, kept: Iterable[str]) -> None:
-    for path in folder.iterdir():
-        if path.name not in set(kept):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def check_space(target: Path, wanted: int) -> None:
-    """Raise if the disk has no room for what is still to be written."""
-    folder = target.absolute().parent
-    kept = _staging(target) / _MODEL
-    there = sum(_on_disk(path) for path in kept.glob("*")) if kept.is_dir() else 0
-    free = shutil.disk_usage(folder).free
-    if wanted - there > free:
-        raise AtlasError(
-            f"{target}: needs {wanted / 1e6:,.0f} MB of disk, and {free / 1e6:,.0f} MB are free"
-        )
-
-
-def _on_disk(path: Path) -> int:
-    """The bytes of disk that a file takes: fewer than its length while parts were not written."""
-    status = path.stat()
-    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
-
-
-def _reserve(file: int, length: int) -> None:
-    """Have the room of a file at once where the file system can, which makes writing it cheaper."""
-    try:
-        if length and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, length)
-    except OSError as problem:
-        if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    os.ftruncate(file, length)
+def _entry(what: str, stats: FileStats) -> Path:
+    """The entry of these paths, whatever the sizes and times: a new digest replaces an old one."""
+    key = json.dumps([what, [file[0] for file in stats.files]])
+    return cache_folder() / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

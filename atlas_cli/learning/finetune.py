@@ -33,8 +33,7 @@ from atlas_cli.learning.run import (
     open_folder,
 )
 from atlas_cli.recipes.text import UNIT, as_percent
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.targets import VectorTarget, check_targets
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from atlas_cli.core.adapters import Head, Shots, check_count
 from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.io.checkpoint import open_safetensors
+from atlas_cli.io.files import sha256_of
 from atlas_cli.learning.batches import (
     LabelledObjective,
     TaskScore,
@@ -29,7 +30,6 @@ from atlas_cli.models.headed import HeadedModel, projection_name
 from atlas_cli.models.heads import SavedHead, to_text, write_head
 from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
-from atlas_cli.sources.locate import sha256_of
 
 _CLEARLY = 1.5  # standard errors
 FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run

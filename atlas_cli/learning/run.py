@@ -29,8 +29,7 @@ from atlas_cli.learning.events import (
     training,
 )
 from atlas_cli.recipes.text import UNIT, in_percent, write_recipe
-from atlas_cli.sources.locate import Source, locate
-from atlas_cli.sources.references import check_architecture, parse_reference
+from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
 from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import torch
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
-from atlas_cli.io.files import LOCK, FolderLock, write_text
-from atlas_cli.io.paths import read_regular
+from atlas_cli.io.files import LOCK, FolderLock, read_regular, write_text
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"

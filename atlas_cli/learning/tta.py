@@ -145,9 +145,9 @@ class Adapting(LearningVerb):
 
 def _head_beside(ready: PreparedRun) -> HeadEntry | None:
     """The learned head beside the base, if the images were classified by it."""
+    from atlas_cli.io.files import sha256_of
     from atlas_cli.models.clip import HEAD
     from atlas_cli.recipes.merge import HeadEntry
-    from atlas_cli.sources.locate import sha256_of
 
     head, path = ready.setup.heads[0], ready.inputs.model.folder / HEAD
     if not hasattr(head, "adapter"):

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from atlas_cli.io.checkpoint import write_tensors
+from atlas_cli.io.files import sha256_of
 from atlas_cli.learning.run import Inputs
 from atlas_cli.recipes.merge import VectorEntry
-from atlas_cli.sources.locate import locate, sha256_of
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to
 

@@ -19,7 +19,8 @@ import torch
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
-from atlas_cli.io.files import StagingFolder, check_space, write_text
+from atlas_cli.io.files import write_text
+from atlas_cli.io.staging import StagingFolder, check_space
 from atlas_cli.merging.inputs import Inputs, open_inputs, write_companions
 from atlas_cli.merging.model_card import Evaluated, Shown, card_text
 from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files

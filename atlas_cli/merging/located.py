@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from atlas_cli.errors import UsageError
 from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
-from atlas_cli.sources.locate import COMPANION_FILES, locate, locate_file
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import COMPANION_FILES, locate, locate_file, parse_reference
 
 if TYPE_CHECKING:
     from atlas_cli.recipes.merge import Merge

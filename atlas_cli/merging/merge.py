@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
-from atlas_cli.io.files import recover
+from atlas_cli.io.staging import recover
 from atlas_cli.merging.located import check_inputs, locate_inputs
 from atlas_cli.merging.model_card import Evaluated
 from atlas_cli.merging.provenance import (

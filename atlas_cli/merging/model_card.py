@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from atlas_cli import __version__
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.text import UNIT, parse_mapping, write_mapping
-from atlas_cli.sources.references import open_clip_repository, parse_reference
+from atlas_cli.sources.locate import parse_reference
+from atlas_cli.sources.open_clip_table import open_clip_repository
 
 if TYPE_CHECKING:
     from atlas_cli.merging.provenance import Located

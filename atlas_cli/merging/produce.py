@@ -18,6 +18,7 @@ from atlas_cli.core.compose import Composition, compose_block, map_blocks
 from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
+from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merge_methods.method import MergeMethod, Values
 from atlas_cli.merge_methods.tiling import Tile, check_size
@@ -29,7 +30,7 @@ from atlas_cli.models.heads import SavedHead, head_from_text, open_head
 from atlas_cli.models.tensor_names import block_of, normalised, piece
 from atlas_cli.native.operands import Operands
 from atlas_cli.recipes.merge import HeadEntry, MergeRecipe
-from atlas_cli.sources.locate import Source, sha256_of
+from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
 from atlas_cli.vectors.gather import GatheredVector
 from atlas_cli.vectors.pool import Pool, moved, open_pool

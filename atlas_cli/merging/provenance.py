@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
 from atlas_cli.errors import MismatchError
+from atlas_cli.io.files import DIGESTS, digest_kind, digest_of, sha256_of
 from atlas_cli.recipes.text import write_mapping
-from atlas_cli.sources.locate import DIGESTS, Source, digest_kind, digest_of, sha256_of
-from atlas_cli.sources.references import parse_reference, vector_file
+from atlas_cli.sources.locate import Source, parse_reference, vector_file
 
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import Plan

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
+from atlas_cli.io.files import cache_folder
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import transformers_config
 from atlas_cli.models.open_clip_config import (
@@ -27,8 +28,7 @@ from atlas_cli.models.open_clip_config import (
 )
 from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
 from atlas_cli.parallel import choose_device
-from atlas_cli.sources.locate import Source, cache_folder
-from atlas_cli.sources.references import Reference, check_architecture
+from atlas_cli.sources.locate import Reference, Source, check_architecture
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
 Warn = Callable[[str], None]

@@ -18,7 +18,7 @@ import torch
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.io.paths import copy_file, copy_folder, inside
+from atlas_cli.io.files import copy_file, copy_folder, inside
 from atlas_cli.models.clip import Clip, read_blueprint
 from atlas_cli.models.open_clip_config import text_folder
 from atlas_cli.models.tensor_names import has_text, read_tensors

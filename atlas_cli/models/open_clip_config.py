@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.io.paths import inside, is_plain
+from atlas_cli.io.files import inside, is_plain
 
 Tokenize = Callable[[Sequence[str]], torch.Tensor]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.text import parse_mapping, write_mapping
 from atlas_cli.sources.hub import open_snapshot
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import parse_reference
 
 HUB = "hf://"
 RECIPE, LARGE, VECTORS = "recipe.yaml", "coefficients.safetensors", "vectors"

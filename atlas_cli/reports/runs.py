@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
-from atlas_cli.io.paths import read_regular
+from atlas_cli.io.files import read_regular
 from atlas_cli.recipes.text import UNIT, Table, as_percent, table_problems
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
-from atlas_cli.io.paths import is_plain
+from atlas_cli.io.files import is_plain
 
 _TRIES = 3  # a connection can be cut in the middle of a large file
 _BRANCH = "main"

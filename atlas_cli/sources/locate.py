@@ -1,31 +1,48 @@
-"""A model reference -> the files behind it, wherever they are, and their digests.
+"""What users write for models and task vectors, and the local files behind it.
 
-Digests are cached with the path, size and times of their files. No result depends on the cache: a
-digest whose entry is missing, damaged or of other files is computed again, and an entry that cannot
-be written is skipped.
+References are understood without opening anything; `locate` finds their files, and downloads them
+if need be.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import hashlib
 import json
-import math
 import os
 import re
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Literal
 
-from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
-from atlas_cli.io.files import whole_file
-from atlas_cli.io.paths import inside, open_regular, read_regular
+from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError, nearest
+from atlas_cli.io.files import (
+    CachedDigest,
+    digest_of,
+    inside,
+    load_digests,
+    named_sha256,
+    read_regular,
+    save_digests,
+    sha256_of,
+    stat_files,
+)
 from atlas_cli.sources.hub import Snapshot, open_snapshot
-from atlas_cli.sources.references import Reference, builtin_model, open_clip_repository
+from atlas_cli.sources.open_clip_table import open_clip_repository, open_clip_tags
 
+Kind = Literal["builtin", "path", "open_clip", "hub"]
+BUILTIN_MODELS: tuple[str, ...] = ("tiny",)
+BUILTIN_VECTORS: tuple[str, ...] = (
+    *("digits", "letters", "house_numbers", "signs"),
+    *("textures", "terrain", "counts", "silhouettes"),
+)
+_BUILTIN = "builtin:"
+_FILES = Path(__file__).parent / "builtin"
+
+GRAMMAR = (
+    "builtin:tiny, ARCHITECTURE/TAG or ARCHITECTURE,TAG of open_clip, "
+    "OWNER/NAME[/FILE][@REVISION] on the Hub, a folder or a weight file"
+)
 # In order of preference. Safetensors first: nothing in them can be run.
 WEIGHT_NAMES = (
     "open_clip_model.safetensors",
@@ -52,8 +69,117 @@ COMPANION_FILES = (
     *("LICENSE*", "NOTICE*"),
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_WINDOW = 1 << 18  # bytes of a file that are hashed at a time: they stay in the cache of a core
 _LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model has some thousand
+
+
+# References -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a user wrote, understood but not yet opened."""
+
+    text: str
+    kind: Kind
+    name: str  # builtin name, path, architecture, or owner/name
+    file: str | None = None
+    tag: str | None = None
+    revision: str | None = None
+
+
+def parse_reference(text: str) -> Reference:
+    """Understand a model reference. Opens nothing; raises UsageError for what cannot be one."""
+    scheme, _, rest = text.partition(":")
+    if scheme == "builtin":
+        if rest in BUILTIN_VECTORS:
+            return Reference(text, "path", str(_builtin_vector(rest)))
+        if rest not in BUILTIN_MODELS:
+            known = ", ".join(f"builtin:{name}" for name in BUILTIN_MODELS)
+            raise UsageError(f"unknown model '{text}'{nearest(rest, BUILTIN_MODELS)} ({known})")
+        return Reference(text, "builtin", rest)
+    if scheme in {"hf-hub", "hf"}:
+        return _parse_hub(text, rest.removeprefix("//"))
+    if scheme == "local-dir":
+        return _parse_path(text, rest)
+    if text.startswith(("./", "../", "/", "~")) or Path(text).exists():
+        return _parse_path(text, text)
+    left, slash, right = text.partition("/")
+    if (pair := text.partition(","))[0] in open_clip_tags() and pair[1]:
+        left, slash, right = pair  # as open_clip itself writes it
+    if left in open_clip_tags():
+        return _parse_open_clip(text, left, right)
+    if not slash or (close := nearest(left, open_clip_tags())):
+        close = close if slash else nearest(left, [*open_clip_tags(), "builtin:tiny"])
+        raise UsageError(f"unknown model '{text}'{close} (a model is {GRAMMAR})")
+    return _parse_hub(text, text)
+
+
+def _parse_path(text: str, path: str) -> Reference:
+    local = Path(path).expanduser()
+    if not local.exists():
+        raise UsageError(f"no such file or folder: {path}")
+    return Reference(text, "path", str(local))
+
+
+def _parse_open_clip(text: str, architecture: str, tag: str) -> Reference:
+    tags = open_clip_tags()[architecture]
+    if not tag and tags:
+        example = f"{architecture}/{'openai' if 'openai' in tags else tags[0]}"
+        listed = ", ".join(tags)
+        raise UsageError(f"{architecture}: which weights? for example {example} (it has: {listed})")
+    if tag not in tags:
+        listed = ", ".join(tags) or "none"
+        raise UsageError(
+            f"open_clip has no weights '{tag}' for {architecture}{nearest(tag, tags)} "
+            f"(it has: {listed})"
+        )
+    return Reference(text, "open_clip", architecture, tag=tag)
+
+
+def _parse_hub(text: str, address: str) -> Reference:
+    path, _, revision = address.partition("@")
+    owner, _, rest = path.partition("/")
+    name, _, file = rest.partition("/")
+    if not all(re.fullmatch(r"[\w.-]+", part) for part in (owner, name)):
+        raise UsageError(f"'{text}' is no model reference (a model is {GRAMMAR})")
+    if "@" in address and not revision:
+        raise UsageError(f"'{text}' ends with @ but names no revision")
+    return Reference(text, "hub", f"{owner}/{name}", file=file or None, revision=revision or None)
+
+
+def check_architecture(name: str | None) -> None:
+    """Raise UsageError unless open_clip knows an architecture of that name."""
+    if name is not None and name not in open_clip_tags():
+        raise UsageError(f"unknown architecture '{name}'{nearest(name, open_clip_tags())}")
+
+
+# Task vectors ---------------------------------------------------------------------------------
+
+
+def builtin_model(name: str) -> Path:
+    """The folder of a built-in model, as open_clip reads it with `local-dir:`."""
+    return _FILES / name
+
+
+def _builtin_vector(name: str) -> Path:
+    """The task vector of the built-in model for a task, as `atlas extract` writes it."""
+    return _FILES / "vectors" / f"{name}.safetensors"
+
+
+def vector_file(text: str) -> Path:
+    """The file of a task vector: one of the built-in model (builtin:NAME), or a path."""
+    if not text.startswith(_BUILTIN):
+        return Path(text).expanduser()
+    name = text.removeprefix(_BUILTIN)
+    if name not in BUILTIN_VECTORS:
+        known = ", ".join(f"{_BUILTIN}{one}" for one in BUILTIN_VECTORS)
+        raise UsageError(
+            f"unknown task vector '{text}'{nearest(name, BUILTIN_VECTORS)} ({known}, builtin:all)"
+        )
+    return _builtin_vector(name)
+
+
+# Files ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,6 +319,28 @@ def _of_text_tower(folder: Path, files: Sequence[str]) -> Sequence[str]:
     return described or (TOKENIZER_PATTERNS if "hf_tokenizer_name" in text else ())
 
 
+def _verify(path: Path) -> None:
+    """Raise UnreachableError, and drop a file, whose bytes are not those that the Hub named.
+
+    A file that has been looked at is known by its size and times.
+    """
+    named = named_sha256(path)
+    if named is None:
+        return
+    stats = stat_files([path])
+    found = load_digests("files", stats, [path.name])
+    if not found:
+        found = {path.name: CachedDigest(sha256_of(path))}
+        save_digests("files", stats, found)
+    if found[path.name].digest != named:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise UnreachableError(
+            f"{path.name}: what arrived is not what the Hub named: sha256 "
+            f"{found[path.name].digest[:12]}..., expected {named[:12]}...; it is dropped, try again"
+        )
+
+
 def choose_weights(names: Collection[str], where: str) -> str:
     """Which of the files in a folder holds the weights, or lists the files that do."""
     for name in WEIGHT_NAMES:
@@ -234,173 +382,3 @@ def read_object(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
-
-
-# Digests --------------------------------------------------------------------------------------
-
-_SETTLED = 2.0  # seconds; the coarsest clock that a file system keeps
-_HEXADECIMAL = re.compile(r"[0-9a-f]+")
-SHA256, XXH3 = 64, 32  # hexadecimal digits of a digest
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
-    return _hashed(path, hashlib.sha256())
-
-
-def blake3_of(path: Path) -> str:
-    """The BLAKE3 of a file's bytes, in hexadecimal.
-
-    Several files are hashed at a time, each by one thread: threads that share a file cost more.
-    """
-    from blake3 import blake3
-
-    return _hashed(path, blake3())
-
-
-def _hashed(path: Path, found: Any) -> str:
-    try:
-        # Read, not mapped: a mapped file that another program cuts short ends this one.
-        with open_regular(path) as file:
-            room = memoryview(bytearray(min(_WINDOW, os.fstat(file.fileno()).st_size)))
-            while count := file.readinto(room):
-                found.update(room[:count])
-    except OSError as problem:
-        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}") from problem
-    return str(found.hexdigest())
-
-
-DIGESTS = {"blake3": blake3_of, "sha256": sha256_of}  # kinds; all have 64 digits
-
-
-def named_sha256(path: Path) -> str | None:
-    """The sha256 that the Hub's cache has named a file by; None for any other file.
-
-    The cache holds links from a snapshot to blobs, and names those of large files by their sha256.
-    """
-    if path.is_symlink():
-        blob = path.resolve()
-        if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
-            return blob.name
-    return None
-
-
-def _verify(path: Path) -> None:
-    """Raise UnreachableError, and drop a file, whose bytes are not those that the Hub named.
-
-    A file that has been looked at is known by its size and times.
-    """
-    named = named_sha256(path)
-    if named is None:
-        return
-    stats = stat_files([path])
-    found = load_digests("files", stats, [path.name])
-    if not found:
-        found = {path.name: CachedDigest(sha256_of(path))}
-        save_digests("files", stats, found)
-    if found[path.name].digest != named:
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise UnreachableError(
-            f"{path.name}: what arrived is not what the Hub named: sha256 "
-            f"{found[path.name].digest[:12]}..., expected {named[:12]}...; it is dropped, try again"
-        )
-
-
-def digest_kind(path: Path) -> str:
-    """The kind of digest that is quickest to come by."""
-    return "sha256" if named_sha256(path) else "blake3"
-
-
-def digest_of(path: Path, kind: str) -> str:
-    """A digest of a file, from the name or from the cache if it is known."""
-    if kind == "sha256" and (known := named_sha256(path)):
-        return known
-    what = "files" if kind == "sha256" else f"{kind} of files"
-    stats = stat_files([path])
-    found = load_digests(what, stats, [path.name])
-    if not found:
-        found = {path.name: CachedDigest(DIGESTS[kind](path))}
-        save_digests(what, stats, found)
-    return found[path.name].digest
-
-
-def cache_folder() -> Path:
-    """ATLAS_CACHE, or `atlas` in the user's cache folder. Everything in it can be deleted."""
-    if chosen := os.environ.get("ATLAS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atlas"
-
-
-@dataclass(frozen=True)
-class CachedDigest:
-    """The digest of a file or of a block in hexadecimal, and the norm of a block."""
-
-    digest: str
-    norm: float = 0.0
-
-    def is_sound(self, digits: int) -> bool:
-        """Whether the values are ones that atlas writes, with a digest of so many digits."""
-        number = type(self.norm) is float and math.isfinite(self.norm) and self.norm >= 0
-        return number and len(self.digest) == digits and bool(_HEXADECIMAL.fullmatch(self.digest))
-
-
-@dataclass(frozen=True)
-class FileStats:
-    """Path, device, inode, size and both times of some files, at one moment.
-
-    `settled` says whether all files were old enough that any later change shows in their times.
-    If one of them cannot be looked at, `files` is empty and `settled` is False.
-    """
-
-    files: tuple[tuple[str | int, ...], ...]
-    settled: bool
-
-
-def stat_files(paths: Sequence[Path]) -> FileStats:
-    """The stats of files; to be taken before the files are read."""
-    now = time.time_ns()
-    try:
-        seen = [(str(path.resolve()), path.stat()) for path in paths]
-    except (OSError, RuntimeError):  # a loop of links
-        return FileStats((), settled=False)
-    youngest = max(max(status.st_mtime_ns, status.st_ctime_ns) for _, status in seen)
-    files = tuple(
-        (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path, status in seen
-    )
-    return FileStats(files, settled=now - youngest > _SETTLED * 1e9)
-
-
-def load_digests(
-    what: str, stats: FileStats, names: Collection[str], digits: int = SHA256
-) -> dict[str, CachedDigest]:
-    """The cached digests of unchanged files under each of the names; empty unless all are there."""
-    try:
-        found = json.loads(_entry(what, stats).read_text("utf-8"))
-        same = found["files"] == [list(file) for file in stats.files] != []
-        digests = {name: CachedDigest(*found["known"][name]) for name in names}
-        sound = all(one.is_sound(digits) for one in digests.values())
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
-        return {}
-    return digests if same and sound else {}
-
-
-def save_digests(what: str, stats: FileStats, digests: Mapping[str, CachedDigest]) -> None:
-    """Cache digests, unless the files have changed since their stats were taken."""
-    files = [Path(str(file[0])) for file in stats.files]
-    if not stats.settled or stat_files(files).files != stats.files:
-        return
-    lines = {name: (one.digest, one.norm) for name, one in digests.items()}
-    text = json.dumps({"files": stats.files, "known": lines}, sort_keys=True)
-    with contextlib.suppress(OSError, RuntimeError):
-        entry = _entry(what, stats)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(entry) as temporary:
-            temporary.write_text(text, "utf-8")
-
-
-def _entry(what: str, stats: FileStats) -> Path:
-    """The entry of these paths, whatever the sizes and times: a new digest replaces an old one."""
-    key = json.dumps([what, [file[0] for file in stats.files]])
-    return cache_folder() / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

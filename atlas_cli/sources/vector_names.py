@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
-from atlas_cli.io.files import whole_file
+from atlas_cli.io.files import cache_folder, whole_file
 from atlas_cli.sources import hub, zoo
 from atlas_cli.sources.hub import Snapshot
 from atlas_cli.sources.locate import (
+    BUILTIN_VECTORS,
     CONFIG_NAMES,
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
-    cache_folder,
-    hub_address,
-)
-from atlas_cli.sources.references import (
-    BUILTIN_VECTORS,
     Reference,
+    hub_address,
     parse_reference,
     vector_file,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.text import parse_mapping
-from atlas_cli.sources.references import Reference, parse_reference
+from atlas_cli.sources.locate import Reference, parse_reference
 
 _PREFIX = "zoo:"
 _OURS = Path(__file__).parent / "zoo.yaml"

@@ -13,17 +13,11 @@ import torch
 from atlas_cli import __version__
 from atlas_cli.core import storage
 from atlas_cli.errors import MismatchError
+from atlas_cli.io.files import XXH3, CachedDigest, load_digests, save_digests, stat_files
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.models.clip import Blueprint, check_activation, read_architecture
 from atlas_cli.models.tensor_names import read_tensors
-from atlas_cli.sources.locate import (
-    XXH3,
-    CachedDigest,
-    Source,
-    load_digests,
-    save_digests,
-    stat_files,
-)
+from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import belongs, digest, fingerprint, in_scope
 
 _AHEAD = 4  # blocks that may wait to be hashed; each is in memory until then

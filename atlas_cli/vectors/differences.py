@@ -12,12 +12,13 @@ from atlas_cli.core.patterns import find_pattern
 from atlas_cli.core.storage import Block, Dense
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
+from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.models.linearised import is_linearised, open_linearised
 from atlas_cli.models.lora import is_lora_torch, open_adapter, open_lora_torch
 from atlas_cli.models.tensor_names import has_text, is_adapter, normalised
-from atlas_cli.sources.locate import Source, sha256_of
+from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope, open_vector
 
 _SHOWN = 3

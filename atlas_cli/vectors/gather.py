@@ -23,20 +23,19 @@ from typing import Any
 from atlas_cli.core.storage import Form
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
-from atlas_cli.io.files import locked
+from atlas_cli.io.files import cache_folder, locked, sha256_of
 from atlas_cli.models.lora import is_lora_torch
 from atlas_cli.models.tensor_names import is_adapter
 from atlas_cli.sources.hub import Snapshot
 from atlas_cli.sources.locate import (
+    Reference,
     Source,
-    cache_folder,
     choose_weights,
     from_snapshot,
     hub_address,
     locate,
-    sha256_of,
+    parse_reference,
 )
-from atlas_cli.sources.references import Reference, parse_reference
 from atlas_cli.sources.vector_names import (
     Listing,
     VectorName,

@@ -26,10 +26,10 @@ from atlas_cli.core.storage import (
 )
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.checkpoint import write_tensors
+from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.merge_methods.election import Rules, elected_signs, silence_
-from atlas_cli.sources.locate import sha256_of
-from atlas_cli.sources.references import vector_file
+from atlas_cli.sources.locate import vector_file
 from atlas_cli.vectors.format import (
     BlockInfo,
     StoredVector,

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UsageError, nearest
-from atlas_cli.sources.locate import WEIGHT_SUFFIXES, Source, locate
-from atlas_cli.sources.references import Reference, check_architecture, parse_reference
+from atlas_cli.sources.locate import (
+    WEIGHT_SUFFIXES,
+    Reference,
+    Source,
+    check_architecture,
+    locate,
+    parse_reference,
+)
 from atlas_cli.sources.vector_names import name_of
 
 

@@ -15,8 +15,7 @@ from atlas_cli.cli.app import main
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.models.clip import open_model
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 ALONE = """
 import json, sys

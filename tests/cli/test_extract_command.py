@@ -19,7 +19,7 @@ from imports import outcomes
 from safetensors.torch import load_file, save_file
 from warm import atlas
 
-from atlas_cli.sources.references import builtin_model
+from atlas_cli.sources.locate import builtin_model
 from atlas_cli.vectors.format import open_vector
 
 WEIGHTS = "open_clip_model.safetensors"
@@ -391,7 +391,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to
 

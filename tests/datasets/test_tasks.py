@@ -11,7 +11,7 @@ import pytest
 
 from atlas_cli.datasets.builtin import CONTROL, TASKS, draw, label_of
 from atlas_cli.datasets.builtin.concepts import CLASSES
-from atlas_cli.sources.references import BUILTIN_MODELS, builtin_model
+from atlas_cli.sources.locate import BUILTIN_MODELS, builtin_model
 
 # The first 16 digits of the SHA-256 of the bytes.
 PINNED = {

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from atlas_cli.datasets.builtin import CONTROL, TASKS, draw, label_of
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.sources.references import builtin_model
+from atlas_cli.sources.locate import builtin_model
 
 Opened = tuple[Any, Callable[[list[str]], torch.Tensor], Callable[[Any], torch.Tensor]]
 

@@ -86,7 +86,7 @@ def learning_recipe(content: bytes, folder: Path) -> Any:
 
 
 def _vectors() -> list[bytes]:
-    from atlas_cli.sources.references import vector_file
+    from atlas_cli.sources.locate import vector_file
 
     whole = vector_file("builtin:digits").read_bytes()
     small = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -112,7 +112,7 @@ def task_vector(content: bytes, folder: Path) -> Any:
 
 
 def _digits() -> str:
-    from atlas_cli.sources.references import vector_file
+    from atlas_cli.sources.locate import vector_file
 
     return str(vector_file("builtin:digits"))
 
@@ -122,8 +122,7 @@ INDEX = json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "w.safete
 
 @target(_texts(INDEX))
 def index(content: bytes, folder: Path) -> Any:
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
 
     (folder / "model.safetensors.index.json").write_bytes(content)
     (folder / "w.safetensors").write_bytes(_vectors()[0])
@@ -131,7 +130,7 @@ def index(content: bytes, folder: Path) -> Any:
 
 
 def _config() -> list[bytes]:
-    from atlas_cli.sources.references import builtin_model
+    from atlas_cli.sources.locate import builtin_model
 
     return [(builtin_model("tiny") / "open_clip_config.json").read_bytes()]
 
@@ -139,8 +138,7 @@ def _config() -> list[bytes]:
 @target(_config)
 def model_config(content: bytes, folder: Path) -> Any:
     from atlas_cli.models.clip import build, read_blueprint
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
 
     (folder / "open_clip_config.json").write_bytes(content)
     (folder / "open_clip_model.safetensors").write_bytes(_vectors()[0])
@@ -173,8 +171,7 @@ TRANSFORMERS = {
 @target(lambda: [json.dumps(TRANSFORMERS).encode()])
 def transformers_config(content: bytes, folder: Path) -> Any:
     from atlas_cli.models.clip import read_blueprint
-    from atlas_cli.sources.locate import locate
-    from atlas_cli.sources.references import parse_reference
+    from atlas_cli.sources.locate import locate, parse_reference
 
     (folder / "config.json").write_bytes(content)
     mean = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": 32, "crop_size": 32}

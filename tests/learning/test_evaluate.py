@@ -19,8 +19,7 @@ from atlas_cli.datasets import builtin
 from atlas_cli.datasets.dataset import few_shot, open_dataset
 from atlas_cli.models.clip import compute_head, open_model
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import builtin_model, parse_reference
+from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 
 TASKS = [f"builtin:{name}" for name in builtin.TASKS]
 

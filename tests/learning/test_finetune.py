@@ -25,8 +25,7 @@ from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
 from atlas_cli.recipes.finetune import EPOCHS, FinetuneRecipe, epochs_of, warmup_of
 from atlas_cli.recipes.model import check_recipe
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 STEPS = 3
 WHOLE = 3 * TRAIN  # a batch of all images

@@ -20,8 +20,7 @@ from atlas_cli.core.granularity import choose_layout
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.models.tensor_names import read_tensors
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import builtin_model, parse_reference
+from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 from atlas_cli.vectors.pool import compose_pool, open_pool
 
 import_open_clip()  # mends torchvision, which transformers imports too

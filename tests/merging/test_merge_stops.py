@@ -18,7 +18,7 @@ import warm
 from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import StagingFolder, check_space
+from atlas_cli.io.staging import StagingFolder, check_space
 from atlas_cli.merging.merge import check_target
 
 ROOMY = ("--memory", "8GB")

@@ -15,8 +15,7 @@ from atlas_cli.core.granularity import by_block
 from atlas_cli.core.storage import Dense, quantise
 from atlas_cli.models.clip import Opening, open_model
 from atlas_cli.models.composed import ComposedModel
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from atlas_cli.core.storage import Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.format import open_vector
 

@@ -14,8 +14,7 @@ from atlas_cli.errors import AtlasError, MismatchError, UsageError
 from atlas_cli.models.clip import Opening, open_model
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.parallel import choose_device
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 WEIGHTS = "open_clip_model.safetensors"
 

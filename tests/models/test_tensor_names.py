@@ -14,8 +14,7 @@ from hub import Hub
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.models.clip import Clip, Opening, open_model
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 import_open_clip()  # mends torchvision, which transformers imports too
 transformers = pytest.importorskip("transformers")
@@ -100,7 +99,7 @@ def test_image_features_from_the_hub_are_equal(twin, tmp_path: Path, run_python)
                 "import sys, torch\n"
                 "from atlas_cli.models.clip import open_model\n"
                 "from atlas_cli.sources.locate import locate\n"
-                "from atlas_cli.sources.references import parse_reference\n"
+                "from atlas_cli.sources.locate import parse_reference\n"
                 "source = locate(parse_reference(sys.argv[1]))\n"
                 "assert source.commit == sys.argv[3], source.commit\n"
                 "images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))\n"

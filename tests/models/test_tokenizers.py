@@ -10,8 +10,7 @@ import pytest
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.models.clip import open_model
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import builtin_model, parse_reference
+from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 
 pytest.importorskip("transformers")
 

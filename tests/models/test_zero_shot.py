@@ -10,10 +10,10 @@ import torch
 from conftest import write_open_clip
 from safetensors.torch import save_file
 
+from atlas_cli.io.files import cache_folder
 from atlas_cli.models.clip import Clip, compute_head, open_model, zero_shot_head
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.sources.locate import cache_folder, locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 
 CLASSES = [f"thing {number}" for number in range(23)] + ["cat", "{odd}"]
 TEMPLATES = ["a photo of a {}.", "{} seen from above"]

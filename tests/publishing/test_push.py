@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from uploads import UploadHub
 
-from atlas_cli.sources.references import builtin_model
+from atlas_cli.sources.locate import builtin_model
 
 FIT = ("builtin:house_numbers", "--shots", 1, "--epochs", 1, "--augment", "none")
 EVAL = ("--data", "builtin:digits", "--shots", 5, "--json")

@@ -137,7 +137,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from makers import write_moved_tiny
     from safetensors.torch import load_file, save_file
 
-    from atlas_cli.sources.references import builtin_model
+    from atlas_cli.sources.locate import builtin_model
 
     folder = tmp_path_factory.mktemp("tuned")
     for seed, name in enumerate(("cars", "signs"), start=1):

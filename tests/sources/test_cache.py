@@ -15,16 +15,9 @@ from blake3 import blake3
 from conftest import Result, write_open_clip
 from safetensors.torch import load_file, save_file
 
-from atlas_cli.sources import locate as cache
-from atlas_cli.sources.locate import (
-    CachedDigest,
-    cache_folder,
-    load_digests,
-    locate,
-    save_digests,
-    stat_files,
-)
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.io import files as cache
+from atlas_cli.io.files import CachedDigest, cache_folder, load_digests, save_digests, stat_files
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors import bases
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.differences import Choice

@@ -16,7 +16,7 @@ from hub import Hub, closed_endpoint
 SHOW = """
 import json, sys
 from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import parse_reference
 print(json.dumps(locate(parse_reference(sys.argv[1])).provenance()))
 """
 

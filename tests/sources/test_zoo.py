@@ -7,8 +7,7 @@ import re
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.sources.locate import WEIGHT_SUFFIXES
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import WEIGHT_SUFFIXES, parse_reference
 from atlas_cli.sources.zoo import find_entries, read_zoo, same_task
 
 SIZES = {"vit-b-32": 20, "vit-b-32/8": 8, "vit-b-16": 20, "vit-l-14": 20}

@@ -95,7 +95,7 @@ def test_a_model_with_its_adapter_is_the_fine_tuned_one(family: str, call, tmp_p
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_adapter_of_open_clip_has_fused_attention(call, tmp_path: Path):
     """Weights are stored in fp16, whose rounding has every rank."""
-    from atlas_cli.sources.references import builtin_model
+    from atlas_cli.sources.locate import builtin_model
 
     shutil.copytree(builtin_model("tiny"), tmp_path / "tuned")
     move(tmp_path / "tuned" / "open_clip_model.safetensors")

@@ -28,8 +28,7 @@ from atlas_cli.core.storage import Dense, decode
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.models.folders import describe_model
 from atlas_cli.reports.grids import cosine_grid, norm_grids
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.describe import Comparison, VectorFacts, compare, describe_vector, is_vector
 from atlas_cli.vectors.format import open_checked
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from atlas_cli.core.storage import Dense
 from atlas_cli.io.tensors import LazyTensor
-from atlas_cli.sources.references import builtin_model
+from atlas_cli.sources.locate import builtin_model
 from atlas_cli.vectors.differences import minus
 
 FLOATS = st.floats(-(2.0**125), 2.0**125, width=32)  # whose differences have neighbours

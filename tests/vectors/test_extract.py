@@ -18,8 +18,7 @@ from atlas_cli.core.storage import Form, decode
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.models.clip import Blueprint, build
 from atlas_cli.models.linearised import parameter_order
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.describe import describe_vector
 from atlas_cli.vectors.differences import Choice
@@ -428,7 +427,7 @@ def test_other_forms_are_within_the_error_that_is_stored(
 
 def test_the_header_tells_where_everything_came_from(folder: Path, tuned: Tensors, tmp_path: Path):
     from atlas_cli import __version__
-    from atlas_cli.sources.locate import sha256_of
+    from atlas_cli.io.files import sha256_of
 
     path = as_file(tuned, tmp_path)
     run(folder, path, tmp_path / "v.safetensors", scale=-0.5)

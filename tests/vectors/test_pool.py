@@ -19,8 +19,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageEr
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.models.tensor_names import read_tensors
-from atlas_cli.sources.locate import locate
-from atlas_cli.sources.references import parse_reference
+from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.format import base_fingerprint
 from atlas_cli.vectors.pool import Pool, compose_pool, open_pool
 

@@ -11,8 +11,7 @@ import pytest
 from conftest import TINY_CONFIG, write_open_clip
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.io.files import whole_file
-from atlas_cli.io.paths import inside, open_regular
+from atlas_cli.io.files import inside, open_regular, whole_file
 
 
 @pytest.fixture

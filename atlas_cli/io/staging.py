@@ -1,0 +1,223 @@
+"""A folder of large files that appears whole or not at all, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from atlas_cli.errors import AtlasError
+from atlas_cli.io.files import OPEN
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
+    fcntl = None  # type: ignore[assignment]
+
+_JOURNAL, _MODEL, _REPLACED = "journal", "model", "replaced"
+_MARK = "atlas merge "  # how a journal begins
+_WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
+
+Piece = tuple[int, int]  # the number of an output, and of a piece of it
+
+
+class StagingFolder:
+    """A folder beside the target: files of their final length in it, and a journal of pieces.
+
+    It holds the journal, the model as far as it is written, and while names are exchanged the
+    folder that is replaced. A piece is in the journal once its bytes are in its file. Made again
+    for the same work, it goes on from there; for any other work it starts anew. What atlas did not
+    write is never removed, and links are not followed.
+    """
+
+    def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
+        self.target = target
+        self._home = _staging(target)
+        self.folder = self._home / _MODEL
+        check_staging(target)
+        self._home.mkdir(exist_ok=True)
+        self._journal = os.open(self._home / _JOURNAL, OPEN | os.O_APPEND, 0o666)
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._writing = {name: threading.Lock() for name in files}
+        try:
+            _claim(self._journal, target)
+            self.done = self._resume(identity, files)
+            for name, length in files.items():
+                self._files[name] = os.open(self.folder / name, OPEN, 0o666)
+                _reserve(self._files[name], length)
+        except AtlasError:
+            self.close()
+            raise
+        except OSError:
+            self.abandon()
+            raise
+
+    def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
+        """The pieces that an earlier run of the same work finished; else an empty folder."""
+        first, *lines = (self._home / _JOURNAL).read_text("utf-8", "replace").split("\n")
+        pieces = [re.fullmatch(r"(\d{1,9}) (\d{1,9})", line) for line in lines[:-1]]
+        here = all(_is_file(self.folder / name, length) for name, length in files.items())
+        if lines and first == _MARK + identity and here and all(pieces):
+            # Companion files are written last, and anew: one may have been cut short.
+            _remove_all_but(self.folder, files)
+            # The last line may be cut short: it is no piece.
+            return {(int(found[1]), int(found[2])) for found in pieces if found}
+        _remove_all_but(self._home, [_JOURNAL])
+        self.folder.mkdir()
+        os.ftruncate(self._journal, 0)
+        os.write(self._journal, f"{_MARK}{identity}\n".encode())
+        return set()
+
+    def write(self, file: str, offset: int, content: memoryview | bytes) -> None:
+        """Put bytes at an offset of a file.
+
+        The system lets one thread at a time write to a file, and the others spin meanwhile: with a
+        lock of our own they sleep.
+        """
+        with self._writing[file]:
+            os.lseek(self._files[file], offset, os.SEEK_SET)  # Windows has no pwrite
+            while len(content):
+                content = content[os.write(self._files[file], content[:_WRITTEN]) :]
+
+    def note(self, piece: Piece) -> None:
+        """Say that a piece is in its file."""
+        with self._lock:
+            os.write(self._journal, f"{piece[0]} {piece[1]}\n".encode())
+
+    def close(self) -> None:
+        """Let go of the files, and leave them for another run."""
+        handles = [*self._files.values(), self._journal]
+        self._files, self._journal = {}, -1
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    def abandon(self) -> None:
+        """Remove all that was written."""
+        if fcntl is None:  # Windows removes no open file
+            self.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+        self.close()
+
+    def finish(self) -> None:
+        """Give the folder its name; a folder that is replaced goes last.
+
+        A run that is killed in between is put right by the next one: see `recover`.
+        """
+        if fcntl is None:
+            self.close()
+        if self.target.exists():
+            self.target.rename(self._home / _REPLACED)
+        self.folder.rename(self.target)
+        shutil.rmtree(self._home, ignore_errors=True)
+        self.close()
+
+
+def _staging(target: Path) -> Path:
+    return target.absolute().parent / f".{target.name}.part"
+
+
+def check_staging(target: Path) -> None:
+    """Raise AtlasError if the place of the staging folder is taken by what atlas did not make."""
+    home = _staging(target)
+    if not os.path.lexists(home):
+        return
+    status = home.lstat()
+    foreign = hasattr(os, "geteuid") and status.st_uid != os.geteuid()
+    if foreign or not stat.S_ISDIR(status.st_mode) or not _is_ours(home):
+        raise AtlasError(
+            f"{home}: is in the way, and was not left by atlas merge; remove it or give it another "
+            "name"
+        )
+
+
+def _is_ours(home: Path) -> bool:
+    """Whether a folder is empty, has just been made, or has a journal that atlas merge wrote."""
+    names = {path.name for path in home.iterdir()}
+    journal = home / _JOURNAL
+    if _JOURNAL not in names:
+        return not names
+    if journal.is_symlink() or not journal.is_file():
+        return False
+    with journal.open("rb") as file:
+        head = file.read(len(_MARK))
+    return head == _MARK.encode() or (not head and names == {_JOURNAL})
+
+
+def recover(target: Path) -> None:
+    """Put right what a kill left between two renames: a folder that was to be replaced returns.
+
+    If the new one has its name already, the rest of the staging folder is removed.
+    """
+    home = _staging(target)
+    if not os.path.lexists(home):
+        return
+    check_staging(target)
+    replaced = home / _REPLACED
+    journal = os.open(home / _JOURNAL, OPEN) if (home / _JOURNAL).exists() else None
+    try:
+        if journal is None:
+            return
+        _claim(journal, target)
+        if replaced.is_dir() and not os.path.lexists(target):
+            replaced.rename(target)
+        elif target.is_dir() and not (home / _MODEL).exists():
+            shutil.rmtree(home, ignore_errors=True)
+    finally:
+        if journal is not None:
+            os.close(journal)
+
+
+def _claim(journal: int, target: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        raise AtlasError(f"{target}: another atlas merge is writing it") from problem
+
+
+def _is_file(path: Path, length: int) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == length
+
+
+def _remove_all_but(folder: Path, kept: Iterable[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in set(kept):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def check_space(target: Path, wanted: int) -> None:
+    """Raise if the disk has no room for what is still to be written."""
+    folder = target.absolute().parent
+    kept = _staging(target) / _MODEL
+    there = sum(_on_disk(path) for path in kept.glob("*")) if kept.is_dir() else 0
+    free = shutil.disk_usage(folder).free
+    if wanted - there > free:
+        raise AtlasError(
+            f"{target}: needs {wanted / 1e6:,.0f} MB of disk, and {free / 1e6:,.0f} MB are free"
+        )
+
+
+def _on_disk(path: Path) -> int:
+    """The bytes of disk that a file takes: fewer than its length while parts were not written."""
+    status = path.stat()
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
+
+
+def _reserve(file: int, length: int) -> None:
+    """Have the room of a file at once where the file system can, which makes writing it cheaper."""
+    try:
+        if length and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, length)
+    except OSError as problem:
+        if problem.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    os.ftruncate(file, length)
