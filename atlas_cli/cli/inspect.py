@@ -114,8 +114,8 @@ def _parse(text: str) -> Reference:
 
 def _is_gathered(text: str, base: str | None) -> bool:
     """Whether a subject has to be made a task vector first, or stands for several."""
+    from atlas_cli.sources.locate import is_of_zoo
     from atlas_cli.sources.vector_names import is_collection
-    from atlas_cli.sources.zoo import is_of_zoo
 
     return text != "-" and (base is not None or is_of_zoo(text) or is_collection(text))
 

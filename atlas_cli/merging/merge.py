@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.staging import recover
-from atlas_cli.merging.located import check_inputs, locate_inputs
 from atlas_cli.merging.model_card import Evaluated
 from atlas_cli.merging.provenance import (
     MANIFEST,
     Located,
+    check_inputs,
+    locate_inputs,
     origin_lines,
 )
 from atlas_cli.merging.steps import folder_of_steps, make_steps, planned_steps

@@ -1,4 +1,4 @@
-"""Where a merged model came from: its lockfile.
+"""Where the files of a merge are, and where a merged model came from: its lockfile.
 
 The lockfile is the recipe with every reference pinned to a commit, and every file to a digest: its
 sha256 where that is known, else its BLAKE3.
@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
-from atlas_cli.errors import MismatchError
+from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.files import DIGESTS, digest_kind, digest_of, sha256_of
 from atlas_cli.recipes.text import write_mapping
-from atlas_cli.sources.locate import Source, parse_reference, vector_file
+from atlas_cli.sources.locate import (
+    COMPANION_FILES,
+    Source,
+    locate,
+    locate_file,
+    parse_reference,
+    vector_file,
+)
 
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import Plan
@@ -41,6 +48,42 @@ def tokenizer_of(reference: str) -> str:
     """The name of the tokenizer of a model among the inputs of a merge."""
     model, at, revision = _split_adapter(reference)[0].partition("@")
     return f"{model.rstrip('/')}/{TOKENIZER}{at}{revision}"
+
+
+def locate_inputs(merge: Merge) -> dict[str, Located]:
+    """Find the files behind every reference, and download them if need be."""
+    from atlas_cli.recipes.merge import split_adapter
+
+    found = {}
+    for reference in merge.references:
+        model, adapter = split_adapter(reference)
+        companions = COMPANION_FILES if reference == merge.layout else ()
+        added = locate(parse_reference(adapter)) if adapter else None
+        found[reference] = Located(locate(parse_reference(model), companions), added)
+    return found | _tokenizers(merge)
+
+
+def _tokenizers(merge: Merge) -> dict[str, Located]:
+    """The tokenizers that a recipe aligns models with, each as an input of its own."""
+    from atlas_cli.recipes.merge import split_adapter
+
+    wish = merge.tokenizer
+    if wish is None:
+        return {}
+    named = [] if wish.source in ("base", "union") else [wish.source]
+    found = {}
+    for reference in dict.fromkeys([*merge.references, *named]):
+        source = locate_file(parse_reference(split_adapter(reference)[0]), TOKENIZER)
+        if source is not None:
+            found[tokenizer_of(reference)] = Located(source)
+    return found
+
+
+def check_inputs(target: Path, located: Mapping[str, Located]) -> None:
+    """Raise UsageError if the result would be written over a model that it is made of."""
+    for reference, found in located.items():
+        if target.resolve() in [path.resolve().parent for path in found.model.weights]:
+            raise UsageError(f"{target}: is the folder of {reference}; write to another one")
 
 
 # The lockfile ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from atlas_cli.models import transformers_config
 from atlas_cli.models.open_clip_config import (
     Tokenize,
     check_config,
+    check_installed,
     open_tokenizer,
     quiet,
     with_local_text,
@@ -293,7 +294,7 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     from atlas_cli.models.open_clip_import import open_clip  # slow to import
 
     model = with_local_text(blueprint.model, blueprint.folder)
-    transformers_config.check_installed(model["text_cfg"])
+    check_installed(model["text_cfg"])
     with tempfile.TemporaryDirectory() as folder, quiet():
         config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
         (Path(folder) / "open_clip_config.json").write_text(json.dumps(config), "utf-8")

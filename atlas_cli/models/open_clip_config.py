@@ -6,6 +6,7 @@ Hub or for a file anywhere, so that only names of a known form go on.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.errors import CheckpointError
+from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.io.files import inside, is_plain
 
 Tokenize = Callable[[Sequence[str]], torch.Tensor]
@@ -225,3 +226,20 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def check_installed(text: Mapping[str, Any]) -> None:
+    """Refuse a text tower of transformers where that is not installed."""
+    wanted = text.get("hf_model_name") or text.get("hf_tokenizer_name")
+    if wanted and not _is_installed("transformers"):
+        raise AtlasError(
+            f"{wanted}: is a text tower of transformers, which is not installed; "
+            "run: pip install 'atlas-cli[hf]'"
+        )
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False

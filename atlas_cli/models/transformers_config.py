@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_cli.errors import AtlasError, CheckpointError
+from atlas_cli.errors import CheckpointError
 
 # What transformers leaves out of config.json because it is the default.
 _VISION_DEFAULTS: dict[str, Any] = {
@@ -83,23 +82,6 @@ def _quick_gelu(parts: list[dict[str, Any]], where: str) -> bool:
         listed = " and ".join(sorted(found))
         raise CheckpointError(f"{where}: hidden_act is {listed}; expected gelu or quick_gelu")
     return _ACTIVATIONS[found.pop()]
-
-
-def check_installed(text: Mapping[str, Any]) -> None:
-    """Refuse a text tower of transformers where that is not installed."""
-    wanted = text.get("hf_model_name") or text.get("hf_tokenizer_name")
-    if wanted and not _is_installed("transformers"):
-        raise AtlasError(
-            f"{wanted}: is a text tower of transformers, which is not installed; "
-            "run: pip install 'atlas-cli[hf]'"
-        )
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def usual_preprocessing(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ BUILTIN_VECTORS: tuple[str, ...] = (
     *("textures", "terrain", "counts", "silhouettes"),
 )
 _BUILTIN = "builtin:"
+ZOO = "zoo:"
 _FILES = Path(__file__).parent / "builtin"
 
 GRAMMAR = (
@@ -164,6 +165,11 @@ def builtin_model(name: str) -> Path:
 def _builtin_vector(name: str) -> Path:
     """The task vector of the built-in model for a task, as `atlas extract` writes it."""
     return _FILES / "vectors" / f"{name}.safetensors"
+
+
+def is_of_zoo(text: str) -> bool:
+    """Whether a text names a set or an entry of the zoo."""
+    return text.startswith(ZOO)
 
 
 def vector_file(text: str) -> Path:

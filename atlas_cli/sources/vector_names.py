@@ -25,6 +25,7 @@ from atlas_cli.sources.locate import (
     WEIGHT_SUFFIXES,
     Reference,
     hub_address,
+    is_of_zoo,
     parse_reference,
     vector_file,
 )
@@ -109,7 +110,7 @@ def _listed(text: str, tell: Tell) -> Iterator[VectorName]:
 
 
 def _named(text: str, *, ask: bool) -> Iterator[VectorName]:
-    if zoo.is_of_zoo(text):
+    if is_of_zoo(text):
         entries = zoo.find_entries(text)
         group = text if len(entries) > 1 else None
         for entry in entries:

@@ -12,9 +12,8 @@ from typing import Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.text import parse_mapping
-from atlas_cli.sources.locate import Reference, parse_reference
+from atlas_cli.sources.locate import ZOO, Reference, parse_reference
 
-_PREFIX = "zoo:"
 _OURS = Path(__file__).parent / "zoo.yaml"
 _NEEDED = ("base", "repository", "format", "tasks")
 _KNOWN = {*_NEEDED, "of", "file", "licence", "megabytes", "source"}
@@ -37,7 +36,7 @@ class ZooEntry:
     @property
     def name(self) -> str:
         """What names this entry alone."""
-        return f"{_PREFIX}{self.set}/{self.task}"
+        return f"{ZOO}{self.set}/{self.task}"
 
     @property
     def reference(self) -> Reference:
@@ -64,14 +63,9 @@ def read_zoo() -> dict[str, tuple[ZooEntry, ...]]:
     return {name: tuple(_entries(name, sets, places[name])) for name in sets}
 
 
-def is_of_zoo(text: str) -> bool:
-    """Whether a text names a set or an entry of the zoo."""
-    return text.startswith(_PREFIX)
-
-
 def find_entries(text: str) -> tuple[ZooEntry, ...]:
     """The entries of zoo:SET, or the one of zoo:SET/TASK."""
-    name, zoo = text.removeprefix(_PREFIX), read_zoo()
+    name, zoo = text.removeprefix(ZOO), read_zoo()
     if name in zoo:
         return zoo[name]
     part, _, task = name.rpartition("/")
@@ -81,7 +75,7 @@ def find_entries(text: str) -> tuple[ZooEntry, ...]:
     if entries:
         listed = ", ".join(entries)
         raise UsageError(f"unknown task '{text}'{nearest(task, entries)} ({part} has: {listed})")
-    listed = ", ".join(f"{_PREFIX}{one}" for one in zoo)
+    listed = ", ".join(f"{ZOO}{one}" for one in zoo)
     raise UsageError(f"unknown set '{text}'{nearest(name, zoo)} (there are: {listed})")
 
 

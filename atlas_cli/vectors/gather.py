@@ -33,6 +33,7 @@ from atlas_cli.sources.locate import (
     choose_weights,
     from_snapshot,
     hub_address,
+    is_of_zoo,
     locate,
     parse_reference,
 )
@@ -43,7 +44,7 @@ from atlas_cli.sources.vector_names import (
     look_up,
     name_vectors,
 )
-from atlas_cli.sources.zoo import find_entries, is_of_zoo
+from atlas_cli.sources.zoo import find_entries
 from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Options, extract_to

@@ -15,8 +15,7 @@ from atlas_cli.core.storage import Block, Dense, Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import TensorStream
 from atlas_cli.io.files import whole_file
-from atlas_cli.sources.locate import vector_file
-from atlas_cli.sources.zoo import is_of_zoo
+from atlas_cli.sources.locate import is_of_zoo, vector_file
 from atlas_cli.vectors.format import (
     BlockInfo,
     Header,
