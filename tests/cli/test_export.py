@@ -85,6 +85,7 @@ def exported(world: Path, folder: Path, capsys, *formats: str) -> None:
     assert capsys.readouterr().err.count("the head is no linear layer") == 1
 
 
+@pytest.mark.slow
 def test_a_torch_classifier_predicts_as_eval_does_where_atlas_is_not_installed(
     world, tmp_path, capsys
 ):

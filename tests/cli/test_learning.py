@@ -260,7 +260,9 @@ def check_resumed(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "command", ["fit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("negate", "add"))]
+)
 def test_a_killed_run_goes_on_to_the_same_coefficients(run, world, tmp_path, command: str):
     check_resumed(run, world, tmp_path, 1, command)
 

@@ -458,6 +458,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured a
 
 
 @linux
+@pytest.mark.slow
 def test_hostile_files_use_little_memory(tmp_path: Path):
     paths = []
     for name, file in HOSTILE.items():

@@ -44,6 +44,7 @@ def accuracy(world: Path, *models: Path) -> list[float]:
     return [one.top1 for one in atlas_cli.evaluate(list(models), world / "photos")]
 
 
+@pytest.mark.slow
 def test_eval_of_the_merged_model_is_what_the_run_says_of_its_images(world, tmp_path):
     """Joint with the coefficients, after them, and alone on the base."""
     zero_shot = accuracy(world, world / "base")[0]

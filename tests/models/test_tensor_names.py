@@ -89,6 +89,7 @@ def test_text_features_of_a_sharded_clip_model_are_equal(twin):
     assert torch.equal(clip.module.logit_scale, model.logit_scale)
 
 
+@pytest.mark.slow
 def test_image_features_from_the_hub_are_equal(twin, tmp_path: Path, run_python):
     model, folder = twin
     with Hub() as hub:
