@@ -79,3 +79,17 @@ def test_the_program_itself_imports_nothing_heavy():
     names = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert "typer" in names  # the measurement itself works
     assert not names & HEAVY
+
+
+def test_a_command_imports_no_other_command():
+    script = (
+        "import sys; from atlas_cli.cli.app import main; main(['report', '--help'])\n"
+        "sys.exit('atlas_cli.cli.tta' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_misspelt_command_gets_the_nearest_of_all_though_its_arguments_name_one():
+    (found,) = outcomes([["fti", "merge"]])
+    assert found.err == "atlas: error: No such command 'fti'. Did you mean 'fit'?\n"

@@ -12,7 +12,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             group = typer.main.get_command(list_commands())
             console.write(completion.answer(group, os.environ))
             return 0
-        code = list_commands()(given or ["--help"], prog_name="atlas", standalone_mode=False)
+        code = list_commands(given)(given or ["--help"], prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
         for line in problem.args:
             console.error(str(line))
@@ -185,29 +186,28 @@ def _of_system(problem: BaseException) -> str | None:
     return _NO_MEMORY if allocation or "can't start new thread" in said else None
 
 
-def list_commands() -> typer.Typer:
-    """Every command under its name, in the order in which help lists them."""
+_COMMANDS = {  # name: the module in this package, and the function in it; in the order of help
+    "demo": ("demo", "demo"),
+    "eval": ("eval", "evaluate"),
+    **{name: (name, name) for name in ("data", "draw", "finetune", "extract", "fit", "negate")},
+    **{name: (name, name) for name in ("add", "tta", "inspect", "merge", "export", "push")},
+    "zoo": ("zoo", "zoo"),
+    "report": ("report", "report"),
+}
+
+
+def list_commands(given: Sequence[str] | None = None) -> typer.Typer:
+    """Every command under its name, in the order in which help lists them.
+
+    With the words of a command line, only the command that is the first of them, since typer takes
+    its time over the options of all; if that is none, all commands as help lists them, without
+    options.
+    """
     import typer
 
-    from atlas_cli.cli.add import add
-    from atlas_cli.cli.data import data
-    from atlas_cli.cli.demo import demo
-    from atlas_cli.cli.draw import draw
-    from atlas_cli.cli.eval import evaluate
-    from atlas_cli.cli.export import export
-    from atlas_cli.cli.extract import extract
-    from atlas_cli.cli.finetune import finetune
-    from atlas_cli.cli.fit import fit
     from atlas_cli.cli.help import Command, Group
-    from atlas_cli.cli.inspect import inspect
-    from atlas_cli.cli.merge import merge
     from atlas_cli.cli.mergekit_flags import MergeCommand
-    from atlas_cli.cli.negate import negate
     from atlas_cli.cli.options import atlas
-    from atlas_cli.cli.push import push
-    from atlas_cli.cli.report import report
-    from atlas_cli.cli.tta import tta
-    from atlas_cli.cli.zoo import zoo
 
     app = typer.Typer(
         name="atlas",
@@ -219,11 +219,25 @@ def list_commands() -> typer.Typer:
         epilog=_EPILOG,
     )
     app.callback()(atlas)
-    commands = (demo, evaluate, data, draw, finetune, extract, fit, negate, add, tta)
-    for command in (*commands, inspect, merge, export, push, zoo, report):
-        name = "eval" if command is evaluate else command.__name__
-        app.command(name, cls=MergeCommand if command is merge else Command)(command)
+    first = next((word for word in given or () if not word.startswith("-")), None)
+    named = [name for name in _COMMANDS if given is None or name == first]
+    for name in named or _COMMANDS:
+        module, attribute = _COMMANDS[name]
+        function = getattr(import_module(f"atlas_cli.cli.{module}"), attribute)
+        kind = MergeCommand if name == "merge" else Command
+        command = function if named else _without_options(function)
+        app.command(name, cls=kind)(command)
     return app
+
+
+def _without_options(command: Callable[..., None]) -> Callable[[], None]:
+    """What help lists of a command: its name and its docstring."""
+
+    def listed() -> None:
+        raise AssertionError("a command that is named has its options")
+
+    listed.__doc__ = command.__doc__
+    return listed
 
 
 def _in_one_line(problem: typer.TyperException) -> str:

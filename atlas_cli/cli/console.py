@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import io
-import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
-from atlas_cli.io.files import read_regular
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +31,8 @@ _FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two
 def emit(result: object, *, as_json: bool = False) -> None:
     """Write a result to stdout: as JSON, or as its own text."""
     if as_json:
+        import json
+
         value = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result  # type: ignore[arg-type]
         write(printable(json.dumps(value, indent=2, ensure_ascii=False), "\n") + "\n")
     else:
@@ -44,6 +42,8 @@ def emit(result: object, *, as_json: bool = False) -> None:
 
 def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write rows to stdout as CSV."""
+    import csv
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -270,6 +270,8 @@ def spooled_stdin(suffix: str) -> Iterator[Path]:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("- reads stdin, which is no pipe and no file")
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         path = Path(folder) / f"stdin{suffix}"
         try:
@@ -306,6 +308,8 @@ _MOST_TEXT = 16_000_000  # bytes
 
 def read_text(name: str) -> tuple[str, str]:
     """The text of a recipe, from a file or, for -, from stdin; and the name that errors use."""
+    from atlas_cli.io.files import read_regular
+
     try:
         if name == "-":
             return read_stdin(), "stdin"

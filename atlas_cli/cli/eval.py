@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -250,6 +249,8 @@ def _prediction_lines(
     results: Sequence[Evaluation], classes: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     """One JSON object per line and image. `classes` are the names of each dataset's classes."""
+    import json
+
     for result in results:
         names = classes[result.score.data]
         for prediction in result.predictions:

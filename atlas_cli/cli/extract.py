@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +46,8 @@ def run(request: ExtractRequest, push: str | None, *, as_json: bool, quiet: bool
     with progress("extracting", len(targets) * len(base.blocks), quiet=quiet) as advance:
         options = options_of(request, console.warner(quiet=quiet), advance)
         if request.path == "-":  # by way of a temporary file, since the header comes first
+            import tempfile
+
             with tempfile.TemporaryFile(prefix="atlas-") as file:
                 made = write_vector(file, targets[0].name, base, finetuned[0], options)
                 file.seek(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,16 +20,9 @@ from atlas_cli.cli.options import (
 )
 from atlas_cli.cli.progress import OutputOptions, run_learning
 from atlas_cli.errors import UsageError
-from atlas_cli.learning.events import (
-    Event,
-    Predicted,
-    Saving,
-    TrainingEnded,
-    TrainingStarted,
-    Warned,
-)
 
 if TYPE_CHECKING:
+    from atlas_cli.learning.events import Event
     from atlas_cli.learning.run import RunOptions
 
 Images = Annotated[
@@ -184,6 +176,16 @@ class OnlineListener:
 
     def __call__(self, event: Event) -> None:
         """Print what was predicted."""
+        import json
+
+        from atlas_cli.learning.events import (
+            Predicted,
+            Saving,
+            TrainingEnded,
+            TrainingStarted,
+            Warned,
+        )
+
         match event:
             case Warned(text):
                 self._warn(text)

@@ -211,7 +211,9 @@ class _Parquet:
         self, url: str, group: int, wish: _Wish, taken: Counter[int]
     ) -> Iterator[Fetched]:
         file, columns = self._open(url), wish.columns
-        table = file.read_row_group(group, columns=[columns.label])
+        # In this thread: one of pyarrow's that lets go of a Python file while the interpreter ends
+        # takes the whole process down.
+        table = file.read_row_group(group, columns=[columns.label], use_threads=False)
         labels = [wish.number(one) for one in table[columns.label].to_pylist()]
         rows = [
             (key, row)
@@ -224,7 +226,8 @@ class _Parquet:
         ]
         if not rows:
             return
-        images = file.read_row_group(group, columns=[columns.image])[columns.image]
+        read = file.read_row_group(group, columns=[columns.image], use_threads=False)
+        images = read[columns.image]
         for key, row in rows:
             data = images[row].as_py()
             yield Fetched(key, labels[row], data["bytes"] if isinstance(data, dict) else data)
