@@ -30,7 +30,7 @@ def hub() -> Iterator[Hub]:
 
 
 OPEN = """
-import json, sys
+import json, os, sys
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.errors import AtlasError
 for text, options in json.loads(sys.argv[1]):
@@ -41,6 +41,8 @@ for text, options in json.loads(sys.argv[1]):
         print(json.dumps({**names, "samples": files}))
     except AtlasError as problem:
         print(json.dumps({"code": problem.exit_code, "said": str(problem)}))
+sys.stdout.flush()
+os._exit(0)  # as commands end: threads of libraries may not survive the end of an interpreter
 """
 
 
