@@ -70,12 +70,13 @@ WITHOUT_FILES = {"core", "merge_methods"}
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names a file imports, also inside functions or late; not for the type checker."""
+    """Dotted names a file imports, inside functions and late too; not for the type checker alone."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
             continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -134,10 +135,10 @@ def test_no_file_is_long():
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
 
 
-def test_no_imports_go_in_a_circle():
+def test_no_imports_go_in_a_circle_not_even_those_inside_functions():
     names = {_dotted(path): path for path in MODULES}
     waiting = {
-        name: {found for full in _imported_first(path) if (found := _module_in(full, names))}
+        name: {found for full in imports_of(path) if (found := _module_in(full, names))}
         - {name}
         for name, path in names.items()
     }
@@ -150,20 +151,6 @@ def test_no_imports_go_in_a_circle():
 def _dotted(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imported_first(path: Path) -> set[str]:
-    """What a file imports as it is imported itself: at its top, for more than the type checker."""
-    body = [node for node in ast.parse(path.read_text("utf-8")).body if _is_import(node)]
-    return {
-        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        for node in body
-        for alias in node.names
-    }
-
-
-def _is_import(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def _module_in(full: str, names: dict[str, Path]) -> str | None:

@@ -163,7 +163,7 @@ def candidates(group: Any, words: Sequence[str], current: str) -> Iterator[Candi
         if not getattr(option, "multiple", False):
             return
     if current.startswith("-"):
-        from atlas_cli.cli.help import describe
+        from atlas_cli.cli.descriptions import describe
 
         yield from _options(command.params, describe(command))
     elif argument := next((p for p in command.params if isinstance(p, TyperArgument)), None):
@@ -238,7 +238,7 @@ def _values(command: str, name: str | None) -> Iterator[Candidate]:
 
 def _choices(command: str, name: str) -> list[str]:
     """The words that the recipe of a command has for a key."""
-    from atlas_cli.cli.help import choices_of, recipe_of
+    from atlas_cli.cli.descriptions import choices_of, recipe_of
     from atlas_cli.recipes.schema import json_schema
 
     schema = recipe_of(command)

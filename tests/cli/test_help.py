@@ -13,7 +13,8 @@ from typer.core import TyperOption
 from warm import atlas
 
 from atlas_cli.cli.app import list_commands
-from atlas_cli.cli.help import PANELS, key_of, panel_of, recipe_of, shown_default
+from atlas_cli.cli.descriptions import key_of, recipe_of, shown_default
+from atlas_cli.cli.help import PANELS, panel_of
 
 COMMANDS = typer.main.get_command(list_commands()).commands  # type: ignore[attr-defined]
 
