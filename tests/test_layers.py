@@ -70,7 +70,7 @@ WITHOUT_FILES = {"core", "merge_methods"}
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names a file imports, inside functions and late too; not for the type checker alone."""
+    """Dotted names a file imports, inside functions and late too; not only for the type checker."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while waiting:
@@ -138,8 +138,7 @@ def test_no_file_is_long():
 def test_no_imports_go_in_a_circle_not_even_those_inside_functions():
     names = {_dotted(path): path for path in MODULES}
     waiting = {
-        name: {found for full in imports_of(path) if (found := _module_in(full, names))}
-        - {name}
+        name: {found for full in imports_of(path) if (found := _module_in(full, names))} - {name}
         for name, path in names.items()
     }
     while free := [name for name, needed in waiting.items() if not needed & waiting.keys()]:
