@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from atlas_cli.learning.evaluate import ModelScore
     from atlas_cli.learning.finetune import FinetuneResult
-    from atlas_cli.learning.run import LearningResult
+    from atlas_cli.learning.results import LearningResult
     from atlas_cli.merge_methods.method import Parameter, merge_method
     from atlas_cli.merging.merge import Merged
     from atlas_cli.models.clip import Clip
@@ -90,7 +90,7 @@ _EXPORTS = {
     **dict.fromkeys(("UnreachableError", "UsageError"), "atlas_cli.errors"),
     "ModelScore": "atlas_cli.learning.evaluate",
     "FinetuneResult": "atlas_cli.learning.finetune",
-    "LearningResult": "atlas_cli.learning.run",
+    "LearningResult": "atlas_cli.learning.results",
     **dict.fromkeys(("Parameter", "merge_method"), "atlas_cli.merge_methods.method"),
     "Merged": "atlas_cli.merging.merge",
     "Clip": "atlas_cli.models.clip",

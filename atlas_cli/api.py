@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from atlas_cli.learning.evaluate import ModelScore
     from atlas_cli.learning.events import Event
     from atlas_cli.learning.finetune import FinetuneResult
-    from atlas_cli.learning.run import LearningResult, RunOptions
+    from atlas_cli.learning.results import LearningResult
+    from atlas_cli.learning.run import RunOptions
     from atlas_cli.merging.in_memory import Coefficients
     from atlas_cli.merging.merge import Merged
     from atlas_cli.models.clip import Clip

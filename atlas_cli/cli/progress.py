@@ -19,7 +19,7 @@ from atlas_cli.errors import AtlasError
 
 if TYPE_CHECKING:
     from atlas_cli.learning.events import Event
-    from atlas_cli.learning.run import LearningResult
+    from atlas_cli.learning.results import LearningResult
 
 PAUSE = 25.0  # seconds without a line after which a file gets one
 _NARROW = 70  # columns below which a bar leaves out numbers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,13 +109,3 @@ def ignore(event: Event) -> None:
 def never() -> bool:
     """Do not stop."""
     return False
-
-
-@contextmanager
-def training(on_event: Listener, steps: int | None = None, epochs: int = 0) -> Iterator[None]:
-    """Announce that training starts, and that it ended, however it did."""
-    on_event(TrainingStarted(steps, epochs))
-    try:
-        yield
-    finally:
-        on_event(TrainingEnded())

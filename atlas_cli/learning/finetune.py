@@ -22,15 +22,14 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
     never,
-    training,
 )
-from atlas_cli.learning.inputs import open_labelled
 from atlas_cli.learning.run import (
     Inputs,
     RunOptions,
     check_model,
     find_model,
-    open_folder,
+    open_labelled,
+    training,
 )
 from atlas_cli.recipes.text import UNIT, as_percent
 from atlas_cli.sources.locate import locate, parse_reference
@@ -212,6 +211,7 @@ def _finetune(
 ) -> tuple[Finetuned | None, str | None]:
     """Train on one task and write what is wanted, or say where it was stopped before the end."""
     from atlas_cli.learning.loop import train
+    from atlas_cli.learning.run_folder import open_folder
     from atlas_cli.learning.weights import prepared_trainer
 
     on_event(PhaseStarted("opening the model"))

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from atlas_cli.datasets.dataset import Dataset, open_dataset
 from atlas_cli.errors import DataError, UsageError
 from atlas_cli.learning.events import Listener, ignore, never
-from atlas_cli.learning.inputs import open_labelled
+from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.learning.run import (
     Inputs,
-    LearningResult,
     LearningVerb,
-    Report,
     RunOptions,
     learn,
+    open_labelled,
     source_of,
 )
 from atlas_cli.recipes.text import as_percent

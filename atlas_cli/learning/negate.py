@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.learning.events import Listener, ignore, never
-from atlas_cli.learning.inputs import open_tasks
-from atlas_cli.learning.run import (
-    Cell,
-    LearningResult,
-    LearningVerb,
-    Report,
-    RunOptions,
-    learn,
-    source_of,
-)
+from atlas_cli.learning.results import Cell, LearningResult, Report
+from atlas_cli.learning.run import LearningVerb, RunOptions, learn, open_tasks, source_of
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
 
 if TYPE_CHECKING:

@@ -9,26 +9,28 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from atlas_cli import __version__
-from atlas_cli.datasets.dataset import Dataset
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset, share_of
+from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.learning.events import (
     Listener,
     PhaseStarted,
     Planned,
     StepTaken,
+    TrainingEnded,
+    TrainingStarted,
     VectorNoted,
     Warned,
     ignore,
-    training,
 )
-from atlas_cli.recipes.text import UNIT, in_percent, write_recipe
+from atlas_cli.learning.results import LearningResult, Report
+from atlas_cli.recipes.text import UNIT, in_percent, parse_shots, write_recipe
 from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
 from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
 
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.finetune import FinetuneRecipe
     from atlas_cli.recipes.learning import LearnRecipe
     from atlas_cli.recipes.merge import LearnedRecipe
-    from atlas_cli.recipes.text import Table
     from atlas_cli.vectors.gather import GatheredVector
 
 
@@ -69,9 +70,6 @@ class RunOptions:
         return self.threads or os.cpu_count() or 1
 
 
-# What goes in and comes out -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Inputs:
     """What a verb is given, with every name resolved. `judges` are images to score on."""
@@ -86,50 +84,6 @@ class Inputs:
     threads: int
     keep_downloads: bool = False
     files: tuple[GatheredVector, ...] | tuple[str, ...] = ()  # of the vectors, once gathered
-
-
-Cell = str | float | None  # of a table; a number is in percent
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a verb says of its result: for the recipe's comment, for people, and as JSON."""
-
-    comment: str
-    notes: tuple[str, ...] = ()
-    facts: Mapping[str, object] = field(default_factory=dict)
-    rows: Sequence[Mapping[str, Cell]] = ()
-    failed: str | None = None
-    details: tuple[str, ...] = ()  # for those who ask why
-
-
-@dataclass(frozen=True)
-class LearningResult:
-    """What was learned. Shown as the recipe that merges it.
-
-    `recipe` is that recipe and `text` its YAML; `coefficients` is None if there are too many of
-    them for a text, or if none scale task vectors. `facts` is the result for JSON, `notes` and
-    `rows` are for people, `details` for those who ask why. `tests` are scores on test images, and
-    `failed` says why the result is of no use, if it is not.
-    """
-
-    recipe: LearnedRecipe
-    text: str
-    coefficients: Table | None
-    improved: bool
-    before: Mapping[str, float] | None
-    after: Mapping[str, float] | None
-    facts: Mapping[str, object]
-    notes: tuple[str, ...]
-    details: tuple[str, ...]
-    tests: tuple[TestScore, ...]
-    rows: Sequence[Mapping[str, Cell]]
-    failed: str | None
-    folder: Path | None
-    stopped: bool
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class LearningVerb(ABC):
@@ -227,6 +181,40 @@ def find_model(recipe: LearnRecipe | FinetuneRecipe, options: RunOptions) -> tup
     return source, Opening(recipe.arch, text, options.device)
 
 
+def open_tasks(
+    recipe: LearnRecipe, names: Sequence[str]
+) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
+    """The images of several tasks and, to select by val, the val splits of the same."""
+    if recipe.select != "val":
+        return tuple(open_labelled(recipe, name, ("val", "train")) for name in names), ()
+    if recipe.split == "val":
+        raise UsageError("--select val judges by the val split; learn from another --split")
+    judged = recipe.model_copy(update={"split": "val", "shots": "all"})
+    tasks = tuple(open_labelled(recipe, name, ("train",)) for name in names)
+    return tasks, tuple(open_labelled(judged, name) for name in names)
+
+
+def open_labelled(
+    recipe: LearnRecipe | FinetuneRecipe, name: str, preferred: tuple[str, ...] = ("train",)
+) -> Dataset:
+    """Labelled images to learn from, as many of each class as the recipe wants."""
+    templates = check_templates(recipe.templates, "templates")
+    shots = parse_shots(recipe.shots)
+    dataset = open_dataset(
+        name,
+        split=recipe.split,
+        templates=templates,
+        preferred=preferred,
+        shots=shots if isinstance(shots, int) else None,
+        seed=recipe.seed,
+    )
+    if not dataset.labelled:
+        raise DataError(f"{dataset.name}: has no labels; a sub-folder per class is needed")
+    if len(dataset.classes) < 2:
+        raise DataError(f"{dataset.name}: has one class only; there is nothing to tell apart")
+    return share_of(dataset, shots, recipe.seed) if isinstance(shots, float) else dataset
+
+
 @contextmanager
 def prepare(
     verb: LearningVerb, options: RunOptions, on_event: Listener = ignore
@@ -266,6 +254,8 @@ def learn(
     A failure leaves nothing half-written.
     """
     with prepare(verb, options, on_event) as ready:
+        from atlas_cli.learning.run_folder import open_folder
+
         on_event(Planned(*ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")
@@ -288,20 +278,6 @@ def learn(
                 if folder:
                     folder.abandon()
                 raise
-
-
-@contextmanager
-def open_folder(
-    folder: Path | None, config: Mapping[str, object], options: RunOptions
-) -> Iterator[RunFolder | None]:
-    """The folder of a run, if it has one; no other run writes it meanwhile."""
-    from atlas_cli.learning.run_folder import open_run
-
-    if folder is None:
-        yield None
-        return
-    with open_run(folder, config, resume=options.resume, force=options.force) as opened:
-        yield opened
 
 
 def _selected(
@@ -342,6 +318,16 @@ def _selected(
         resume = options.resume
         checkpoint = train(trainer, folder, resume=resume, stop=stop, on_checkpoint=on_checkpoint)
         return trainer.select(checkpoint)
+
+
+@contextmanager
+def training(on_event: Listener, steps: int | None = None, epochs: int = 0) -> Iterator[None]:
+    """Announce that training starts, and that it ended, however it did."""
+    on_event(TrainingStarted(steps, epochs))
+    try:
+        yield
+    finally:
+        on_event(TrainingEnded())
 
 
 def _finished(

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, write_text
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -198,6 +201,18 @@ def trimmed_folder(folder: Path) -> Iterator[Path]:
             elif path.exists() and not any(path.iterdir()):
                 path.rmdir()
         raise
+
+
+@contextmanager
+def open_folder(
+    folder: Path | None, config: Mapping[str, object], options: RunOptions
+) -> Iterator[RunFolder | None]:
+    """The folder of a run, if it has one; no other run writes it meanwhile."""
+    if folder is None:
+        yield None
+        return
+    with open_run(folder, config, resume=options.resume, force=options.force) as opened:
+        yield opened
 
 
 @contextmanager

@@ -20,25 +20,15 @@ from atlas_cli.datasets.dataset import (
 from atlas_cli.datasets.known import named_classes
 from atlas_cli.errors import ClosedError, DataError, UsageError
 from atlas_cli.io.files import write_text
-from atlas_cli.learning.events import (
-    Listener,
-    Predicted,
-    Saving,
-    Warned,
-    ignore,
-    never,
-    training,
-)
+from atlas_cli.learning.events import Listener, Predicted, Saving, Warned, ignore, never
+from atlas_cli.learning.results import Cell, LearningResult, Report
 from atlas_cli.learning.run import (
-    Cell,
-    LearningResult,
     LearningVerb,
-    Report,
     RunOptions,
     learn,
-    open_folder,
     prepare,
     source_of,
+    training,
 )
 from atlas_cli.recipes.text import as_percent, in_percent, write_recipe
 
@@ -312,6 +302,7 @@ def tta_online(
     verb = Streaming(recipe)
     with prepare(verb, options, on_event) as ready:
         from atlas_cli.learning.online import OnlineAdapter
+        from atlas_cli.learning.run_folder import open_folder
 
         adapter = OnlineAdapter(ready.setup, lambda text: on_event(Warned(text)))
         with open_folder(options.folder, ready.config, options) as folder:

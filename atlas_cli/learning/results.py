@@ -1,0 +1,56 @@
+"""What a run comes to: what a verb reports of it, and what whoever called the verb gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.tested import TestScore
+    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.text import Table
+
+Cell = str | float | None  # of a table; a number is in percent
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb says of its result: for the recipe's comment, for people, and as JSON."""
+
+    comment: str
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Cell]] = ()
+    failed: str | None = None
+    details: tuple[str, ...] = ()  # for those who ask why
+
+
+@dataclass(frozen=True)
+class LearningResult:
+    """What was learned. Shown as the recipe that merges it.
+
+    `recipe` is that recipe and `text` its YAML; `coefficients` is None if there are too many of
+    them for a text, or if none scale task vectors. `facts` is the result for JSON, `notes` and
+    `rows` are for people, `details` for those who ask why. `tests` are scores on test images, and
+    `failed` says why the result is of no use, if it is not.
+    """
+
+    recipe: LearnedRecipe
+    text: str
+    coefficients: Table | None
+    improved: bool
+    before: Mapping[str, float] | None
+    after: Mapping[str, float] | None
+    facts: Mapping[str, object]
+    notes: tuple[str, ...]
+    details: tuple[str, ...]
+    tests: tuple[TestScore, ...]
+    rows: Sequence[Mapping[str, Cell]]
+    failed: str | None
+    folder: Path | None
+    stopped: bool
+
+    def __str__(self) -> str:
+        return self.text
