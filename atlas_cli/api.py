@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from atlas_cli.merging.in_memory import Coefficients
     from atlas_cli.merging.merge import Merged
     from atlas_cli.models.clip import Clip
-    from atlas_cli.recipes.merge import LearnedRecipe, Merge
+    from atlas_cli.recipes.learned import LearnedRecipe
+    from atlas_cli.recipes.merge import Merge
     from atlas_cli.vectors.task_vector import TaskVector
 
     PathLike: TypeAlias = str | Path
@@ -46,7 +47,7 @@ def fit(
     """
     from atlas_cli.learning.events import ignore
     from atlas_cli.learning.fit import fit as run
-    from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.fit import FitRecipe
 
     options = _take_options(keys)
     return run(_recipe(FitRecipe, str(data), keys), options, on_event=on_event or ignore)
@@ -171,7 +172,7 @@ def merge(
     """
     from atlas_cli.merging.merge import MergeOptions
     from atlas_cli.merging.merge import merge as run
-    from atlas_cli.recipes.text import parse_bytes
+    from atlas_cli.recipes.model import parse_bytes
 
     budget = None if memory is None else parse_bytes(memory) or 0
     options = MergeOptions(budget, threads, device, force=force, allow_nonfinite=allow_nonfinite)
@@ -299,7 +300,8 @@ def _is_table(given: object) -> bool:
 
 def _merge_recipe(given: RecipeLike) -> Merge:
     """A checked merge recipe, whatever form it is given in."""
-    from atlas_cli.recipes.merge import LearnedRecipe, read_merge
+    from atlas_cli.recipes.learned import LearnedRecipe
+    from atlas_cli.recipes.merge import read_merge
     from atlas_cli.recipes.text import write_mapping, write_recipe
 
     if isinstance(given, Mapping):

@@ -28,7 +28,7 @@ from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.learning.selection import Selection, search_tables
 from atlas_cli.learning.setup import PreparedRun
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.model import check_recipe
 
 SHORT = {"batch_size": 16, "epochs": 6, "augment": "slight"}

@@ -41,7 +41,7 @@ from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import Inputs
 from atlas_cli.learning.setup import PreparedRun, prepared
 from atlas_cli.models.clip import Opening
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to

@@ -22,7 +22,7 @@ from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
 from atlas_cli.learning.tta import Adapting
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.tta import TtaRecipe
 
 OBJECTIVES = ("ufm", "entropy", "balanced-entropy", "sar", "simclr")

@@ -29,8 +29,7 @@ from atlas_cli.models.clip import Blueprint, build
 from atlas_cli.models.composed import ComposedModel
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.models.tensor_names import fill, read_tensors
-from atlas_cli.recipes.learning import AddRecipe
-from atlas_cli.recipes.text import parse_clamp
+from atlas_cli.recipes.learning import AddRecipe, parse_clamp
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.pool import compose_pool, open_pool

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _RECIPES = {
     "eval": ("evaluation", "EvalRecipe"),
-    "fit": ("learning", "FitRecipe"),
+    "fit": ("fit", "FitRecipe"),
     "negate": ("learning", "NegateRecipe"),
     "add": ("learning", "AddRecipe"),
     "tta": ("tta", "TtaRecipe"),

@@ -176,7 +176,7 @@ _COLUMNS = (
 
 def _facts(results: Sequence[Evaluation], seed: int, device: str) -> dict[str, Any]:
     """Every score, and where every model comes from; for --json."""
-    from atlas_cli.recipes.text import UNIT  # it imports yaml, which help does not need
+    from atlas_cli.recipes.model import UNIT  # it imports pydantic, which help does not need
 
     models = {result.score.model: result.provenance for result in results}
     return {

@@ -85,7 +85,7 @@ def finetune(
         -o signs --vector signs.safetensors
     """
     from atlas_cli.recipes.finetune import FinetuneRecipe
-    from atlas_cli.recipes.text import UNIT
+    from atlas_cli.recipes.model import UNIT
 
     own = {
         "tune": tune,

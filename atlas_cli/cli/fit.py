@@ -70,7 +70,7 @@ def fit(
         --vectors builtin:digits builtin:letters --epochs 2 -o run
     """
     from atlas_cli.learning.fit import fit as run
-    from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.fit import FitRecipe
 
     own = {
         "allow_target": allow_target,

@@ -152,7 +152,7 @@ def merge(
 
 
 def _size(option: str, text: str) -> int:
-    from atlas_cli.recipes.text import parse_bytes
+    from atlas_cli.recipes.model import parse_bytes
 
     if found := parse_bytes(text):
         return found

@@ -23,8 +23,9 @@ from atlas_cli.learning.run import (
     open_tasks,
     source_of,
 )
+from atlas_cli.recipes.learning import parse_clamp, parse_individual
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
-from atlas_cli.recipes.text import as_percent, parse_clamp, parse_individual
+from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from atlas_cli.learning.selection import policy_for, search_tables
 from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
+from atlas_cli.recipes.learning import parse_individual
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
-from atlas_cli.recipes.text import as_percent, parse_individual
+from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import MERGE_METHODS
 
 

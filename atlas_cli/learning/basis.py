@@ -13,7 +13,7 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import LabelledObjective, TrainingConfig
 from atlas_cli.learning.selection import Policy
 from atlas_cli.learning.setup import Setup, training_of
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.vectors.basis import read_start
 from atlas_cli.vectors.gather import GatheredVector
 from atlas_cli.vectors.pool import open_member

@@ -16,7 +16,7 @@ from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:

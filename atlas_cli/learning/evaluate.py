@@ -16,7 +16,7 @@ from atlas_cli.errors import AtlasError, DataError
 from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model, zero_shot_head
 from atlas_cli.models.heads import head_of
 from atlas_cli.parallel import signals_held
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 from atlas_cli.sources.locate import Source
 
 _MANY_CLASSES = 10  # with no more than this, top-5 says little

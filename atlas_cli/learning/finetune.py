@@ -31,7 +31,7 @@ from atlas_cli.learning.run import (
     open_labelled,
     training,
 )
-from atlas_cli.recipes.text import UNIT, as_percent
+from atlas_cli.recipes.model import UNIT, as_percent
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.targets import VectorTarget, check_targets
 

@@ -21,7 +21,7 @@ from atlas_cli.learning.run import (
     open_labelled,
     source_of,
 )
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.core.losses import Classifier
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
-    from atlas_cli.recipes.learning import FitRecipe
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.fit import FitRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
 
 _FOLDS = 3  # of cross-validation that chooses a head
 _SCORED = {

@@ -28,7 +28,7 @@ from atlas_cli.learning.setup import Setup, layout_of, placed_labels
 from atlas_cli.learning.tuned_vector import write_tuned
 from atlas_cli.models.headed import HeadedModel, projection_name
 from atlas_cli.models.heads import SavedHead, to_text, write_head
-from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe, VectorEntry
+from atlas_cli.recipes.learned import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
 
 _CLEARLY = 1.5  # standard errors

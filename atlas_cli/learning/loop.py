@@ -16,7 +16,7 @@ from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Fold, Last, Policy, Score, Scoring, Selection, select
 from atlas_cli.models.composed import ComposedModel, LossOf
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run_folder import RunFolder, SavedRun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atlas_cli.learning.tested import TestScore
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
 
 Cell = str | float | None  # of a table; a number is in percent

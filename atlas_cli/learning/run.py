@@ -30,7 +30,8 @@ from atlas_cli.learning.events import (
     ignore,
 )
 from atlas_cli.learning.results import LearningResult, Report
-from atlas_cli.recipes.text import UNIT, in_percent, parse_shots, write_recipe
+from atlas_cli.recipes.model import UNIT, in_percent, parse_shots
+from atlas_cli.recipes.text import write_recipe
 from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
 from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
 
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from atlas_cli.learning.tested import TestScore
     from atlas_cli.models.clip import Opening
     from atlas_cli.recipes.finetune import FinetuneRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.learning import LearnRecipe
-    from atlas_cli.recipes.merge import LearnedRecipe
     from atlas_cli.vectors.gather import GatheredVector
 
 

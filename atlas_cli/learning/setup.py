@@ -28,9 +28,11 @@ from atlas_cli.models.headed import HeadedModel
 from atlas_cli.models.heads import head_of
 from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.parallel import thread_pool_for
-from atlas_cli.recipes.learning import FitRecipe, LearnRecipe
-from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
-from atlas_cli.recipes.text import MANY, Table, parse_bytes, parse_penalty, to_table
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.learned import LearnedRecipe, VectorEntry
+from atlas_cli.recipes.learning import LearnRecipe, parse_penalty
+from atlas_cli.recipes.model import parse_bytes
+from atlas_cli.recipes.text import MANY, Table, to_table
 from atlas_cli.recipes.tta import TtaRecipe
 from atlas_cli.sources.zoo import same_task
 from atlas_cli.vectors.gather import GatheredVector, Gathering, gather

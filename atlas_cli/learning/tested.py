@@ -14,7 +14,7 @@ from atlas_cli.learning.batches import predict
 from atlas_cli.learning.run_folder import RunFolder
 from atlas_cli.learning.selection import Selection
 from atlas_cli.learning.setup import PreparedRun
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 
 SHOTS = 48  # images of a task that are remembered as learned from
 MOST = 500  # test images of a task: more would take longer than learning from a few

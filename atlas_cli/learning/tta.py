@@ -30,7 +30,8 @@ from atlas_cli.learning.run import (
     source_of,
     training,
 )
-from atlas_cli.recipes.text import as_percent, in_percent, write_recipe
+from atlas_cli.recipes.model import as_percent, in_percent
+from atlas_cli.recipes.text import write_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from atlas_cli.learning.selection import Policy, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
     from atlas_cli.learning.unlabelled import UnlabelledObjective
-    from atlas_cli.recipes.merge import HeadEntry, LearnedRecipe
+    from atlas_cli.recipes.learned import HeadEntry, LearnedRecipe
     from atlas_cli.recipes.tta import TtaRecipe
 
 _SHOWN = 20  # classes of a histogram
@@ -137,7 +138,7 @@ def _head_beside(ready: PreparedRun) -> HeadEntry | None:
     """The learned head beside the base, if the images were classified by it."""
     from atlas_cli.io.files import sha256_of
     from atlas_cli.models.clip import HEAD
-    from atlas_cli.recipes.merge import HeadEntry
+    from atlas_cli.recipes.learned import HeadEntry
 
     head, path = ready.setup.heads[0], ready.inputs.model.folder / HEAD
     if not hasattr(head, "adapter"):
@@ -173,7 +174,7 @@ def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
 def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
     """Write tuned LayerNorms as a task vector; the recipe adds all of it."""
     from atlas_cli.learning.tuned_vector import write_tuned
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.vectors.format import open_vector
 
     inputs = ready.inputs

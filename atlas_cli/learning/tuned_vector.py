@@ -12,7 +12,7 @@ import torch
 from atlas_cli.io.checkpoint import write_tensors
 from atlas_cli.io.files import sha256_of
 from atlas_cli.learning.run import Inputs
-from atlas_cli.recipes.merge import VectorEntry
+from atlas_cli.recipes.learned import VectorEntry
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base
 from atlas_cli.vectors.extract import Options, extract_to

@@ -36,8 +36,7 @@ from atlas_cli.learning.batches import (
 from atlas_cli.learning.selection import Fold, Score
 from atlas_cli.learning.setup import Setup, training_of
 from atlas_cli.models.composed import ComposedModel, LossOf
-from atlas_cli.recipes.text import parse_schedule, parse_shares
-from atlas_cli.recipes.tta import TtaRecipe
+from atlas_cli.recipes.tta import TtaRecipe, parse_schedule, parse_shares
 from atlas_cli.registry import ObjectiveEntry, find_objective
 
 _TRUSTED_SHARE = 1 / 4  # of a batch

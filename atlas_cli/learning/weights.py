@@ -35,7 +35,7 @@ from atlas_cli.models.trainable import (
 )
 from atlas_cli.parallel import ThreadPool, thread_pool_for
 from atlas_cli.recipes.finetune import FinetuneRecipe, epochs_of, warmup_of
-from atlas_cli.recipes.text import as_percent
+from atlas_cli.recipes.model import as_percent
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_cli import __version__
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.text import UNIT, parse_mapping, write_mapping
+from atlas_cli.recipes.model import UNIT
+from atlas_cli.recipes.text import parse_mapping, write_mapping
 from atlas_cli.sources.locate import parse_reference
 from atlas_cli.sources.open_clip_table import open_clip_repository
 

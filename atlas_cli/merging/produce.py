@@ -29,7 +29,8 @@ from atlas_cli.models.clip import open_model
 from atlas_cli.models.heads import SavedHead, head_from_text, open_head
 from atlas_cli.models.tensor_names import block_of, normalised, piece
 from atlas_cli.native.operands import Operands
-from atlas_cli.recipes.merge import HeadEntry, MergeRecipe
+from atlas_cli.recipes.learned import HeadEntry
+from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
 from atlas_cli.vectors.gather import GatheredVector

@@ -1,19 +1,17 @@
-"""The recipes of the commands that learn from labels: `fit`, `negate` and `add`."""
+"""What recipes of all learning commands have, and the recipes of `negate` and `add`."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from atlas_cli.errors import UsageError, nearest
-from atlas_cli.recipes.merge_checks import STORAGES
 from atlas_cli.recipes.model import (
     GRANULARITY,
+    STORAGES,
     Accumulate,
     Architecture,
-    Check,
     Clip,
     ModelName,
     Number,
@@ -28,16 +26,10 @@ from atlas_cli.recipes.model import (
     WeightDecay,
     about,
     expect,
+    objective_of,
     one_of,
-)
-from atlas_cli.recipes.text import (
-    is_pattern,
     parse_bytes,
-    parse_clamp,
-    parse_individual,
-    parse_penalty,
 )
-from atlas_cli.registry import ADAPTERS, BASES, OBJECTIVES, find_basis, objectives_of
 
 # Layer-wise AdaMerging: 16 images of every task in each step, Adam, coefficients within 0 and 1.
 ADAMERGING: Mapping[str, Any] = {
@@ -52,28 +44,6 @@ ADAMERGING: Mapping[str, Any] = {
     "epochs": 16,
 }
 
-# What `fit` does where a recipe does not say; see benchmarks/RESULTS.md for what decided it.
-_FAST: Mapping[str, Any] = {
-    "adapter": "probe",
-    "batch_size": 16,
-    "epochs": 6,
-    "augment": "slight",
-}
-# The schedule of BOLT; see core/basis.py.
-BOLT: Mapping[str, Any] = {
-    "lr": 1e-3,
-    "weight_decay": 0.0,
-    "batch_size": 32,
-    "epochs": 20,
-    "min_steps": 1,
-}
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {},
-    "fast": _FAST,
-    "best": {**_FAST, "adapter": "auto"},
-}
-
-
 VECTORS = about(
     "Task vectors of this base: files, folders, `zoo:SET`, `hf://OWNER/NAME`; or fine-tuned models "
     "and adapters, whose vectors are extracted."
@@ -87,45 +57,49 @@ SelectForSeveral = Annotated[str, one_of("same", "val", "last", "holdout", "kfol
 
 
 def split_without(otherwise: str) -> Any:
-    """The key `split`, with what is taken without it."""
     """What `split` means; `otherwise` says which split is taken without it."""
     return about(f"`train`, `val` or `test`. Without it: {otherwise}.")
 
 
-def objective_of(command: str) -> Check:
-    """A check for the name of an objective that a command takes."""
-
-    def problem(word: str) -> str | None:
-        entry = OBJECTIVES.get(word)
-        if entry and command in entry.commands:
-            return None
-        names = objectives_of(command)
-        listed = " or ".join(names) if len(names) == 2 else ", ".join(names)
-        return f"expected {listed}, found {word!r}{nearest(word, names)}"
-
-    return Check(problem, lambda: {"enum": objectives_of(command)})
+# Values as text -------------------------------------------------------------------------------
 
 
-def _basis_problem(text: str) -> str | None:
+def is_pattern(text: str) -> bool:
+    """Whether a text is a regular expression."""
     try:
-        find_basis(text)
-    except UsageError as problem:
-        return str(problem).removeprefix("basis: ")
-    return None
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
-def _basis_pattern() -> str:
-    return f"^({'|'.join(one.expression for one in BASES.values())})$"
+def parse_penalty(text: str) -> tuple[int, float]:
+    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
+    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
+    return (int(found[1]), float(found[2])) if found else (0, 0.0)
 
 
-def _adapters() -> list[str]:
-    return ["none", "auto", *ADAPTERS]
-
-
-def _adapter_problem(word: str) -> str | None:
-    if word in ("none", "auto") or word in ADAPTERS:
+def parse_clamp(text: str) -> tuple[float, float] | None:
+    """Two bounds from text such as 0:1; None if the text is not LOW:HIGH."""
+    low, _, high = text.partition(":")
+    try:
+        found = float(low), float(high)
+    except ValueError:
         return None
-    return f"expected {', '.join(_adapters())}, found {word!r}{nearest(word, _adapters())}"
+    return found if found[0] < found[1] else None
+
+
+def parse_individual(text: str) -> tuple[str, float] | None:
+    """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is neither."""
+    name, _, percent = text.rpartition("=")
+    try:
+        found = float(percent) / 100
+    except ValueError:
+        return None
+    return (name, found) if name and 0 < found <= 1 else None
+
+
+# Recipes --------------------------------------------------------------------------------------
 
 
 class LearnRecipe(Recipe):
@@ -202,107 +176,6 @@ class LearnRecipe(Recipe):
     arch: Architecture = None
     text: TextModel = None
     seed: RandomSeed = 0
-
-
-class FitRecipe(LearnRecipe):
-    """What `atlas fit` learns from: a few labelled images of one task."""
-
-    split: Annotated[
-        str | None, split_without("`train`, or the folder as it is. Test images score the result")
-    ] = None
-
-    select: Annotated[
-        str,
-        expect(
-            lambda text: bool(re.fullmatch("last|holdout|kfold|val:.+", text, re.DOTALL)),
-            "expected last, holdout, kfold or val:DATA",
-            pattern="^(last|holdout|kfold|val:.+)$",
-            examples=["last", "holdout", "kfold", "val:DATA"],
-        ),
-        SELECT,
-    ] = "last"
-    vectors: Annotated[list[str], VECTORS] = []
-    data: Annotated[str, about("Labelled images to learn from: a data reference.")]
-    allow_target: Annotated[bool, about("Take vectors that are named like the data, too.")] = False
-    augment: Annotated[
-        str,
-        one_of("flip", "crop", "slight", "none"),
-        about("`flip`, `crop`, `slight` (crops of nine tenths or more) or `none`."),
-    ] = "flip"
-    basis: Annotated[
-        Annotated[str, Check(_basis_problem, lambda: {"pattern": _basis_pattern()})] | None,
-        about(
-            "Directions instead of the vectors themselves: `svd:K` (singular directions of every "
-            "matrix, with BOLT's schedule), `pca:K` or `random` (of the same norms)."
-        ),
-    ] = None
-    preset: Annotated[
-        str,
-        one_of(*PRESETS),
-        about(
-            "Values for keys that are not given: `paper` (coefficients alone, as the paper has "
-            "them), `fast` (60 steps of 16 images, with a linear head) or `best` (the same, and "
-            "folds decide which head)."
-        ),
-    ] = "paper"
-    adapter: Annotated[
-        str,
-        Check(_adapter_problem, lambda: {"enum": [*_adapters()]}),
-        about(
-            "A head on top of the features: `tip`, `tip-f`, `lpp`, `probe` or `prolip`; `none`; "
-            "`auto`: folds of the shots decide. Without `vectors` it is fitted to the base."
-        ),
-    ] = "none"
-    adapter_stage: Annotated[
-        str,
-        one_of("joint", "after"),
-        about(
-            "`joint`: the head is trained with the coefficients (`tip-f`, `probe`, `prolip`); "
-            "`after`: on the features of the composed model."
-        ),
-    ] = "after"
-
-    @classmethod
-    def completed(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        preset = found.get("preset")
-        found = {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **found}
-        if str(found.get("basis", "")).startswith("svd:"):
-            return {**BOLT, **found}
-        entry = ADAPTERS.get(name) if isinstance(name := found.get("adapter"), str) else None
-        if name == "auto" or (entry and entry.joint and found.get("vectors")):
-            return {"adapter_stage": "joint", **found}
-        return found
-
-    @classmethod
-    def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
-        name, vectors = found.get("adapter", "none"), found.get("vectors")
-        entry = ADAPTERS.get(name) if isinstance(name, str) else None
-        joint = found.get("adapter_stage") == "joint"
-        if name == "none" and not vectors:
-            yield "vectors", f"names no task vector, found {vectors or []}"
-        if basis := found.get("basis"):
-            if not vectors:
-                yield "basis", f"there are no vectors to take directions of, found {basis!r}"
-            if joint and str(basis).startswith("svd:"):
-                yield "adapter_stage", "singular directions are trained alone, found 'joint'"
-            if found.get("method", "learned") != "learned":
-                yield "method", f"a basis has no uniform scale, found {found['method']!r}"
-            if (kind := found.get("granularity", "block")) != "block" or found.get("groups"):
-                yield "granularity", f"a basis has a coefficient per block, found {kind!r}"
-        if joint and name == "none":
-            yield "adapter_stage", "there is no adapter, found 'joint'"
-        if joint and entry and not entry.rates:
-            yield "adapter_stage", f"{name} has nothing to train with coefficients, found 'joint'"
-        if joint and name != "none" and not vectors:
-            yield "vectors", f"{name} is trained with coefficients, and there are no vectors"
-        if name == "auto" and (select := found.get("select", "last")) != "last":
-            yield "select", f"auto selects by folds of its own, found {select!r}"
-        if joint and found.get("penalty"):
-            yield "penalty", f"is for coefficients alone, not joint, found {found['penalty']!r}"
-        if joint and found.get("method") == "search":
-            yield "method", "a search has no steps for the head; say after, found 'search'"
-        if entry and entry.pooled and found.get("linearised"):
-            yield "linearised", f"{name} has no first-order expansion, found True"
 
 
 class NegateRecipe(LearnRecipe):

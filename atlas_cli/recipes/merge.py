@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import model_serializer
-
 from atlas_cli.errors import UsageError
+from atlas_cli.recipes.learned import Coefficients, HeadEntry
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
     SCOPES,
@@ -35,12 +34,7 @@ from atlas_cli.recipes.merge_entries import (
 )
 from atlas_cli.recipes.merge_tokenizer import TokenizerEntry, TokenizerWish, wish_of
 from atlas_cli.recipes.model import (
-    TABLE,
-    TABLE_OR_TEXT,
-    TEXT,
     Check,
-    Entry,
-    Number,
     Positive,
     RandomSeed,
     Recipe,
@@ -51,59 +45,9 @@ from atlas_cli.recipes.model import (
 from atlas_cli.recipes.text import parse_documents
 from atlas_cli.registry import MERGE_METHODS, granularity_pattern
 
-Coefficients = Annotated[
-    Annotated[dict[str, dict[str, Number]], TABLE] | Annotated[str, TEXT], TABLE_OR_TEXT
-]
 Granularity = Annotated[str, Check(schema=lambda: {"pattern": granularity_pattern()})]
 Scope = Annotated[str, in_schema(enum=[*SCOPES])]
 Dtype = Annotated[str, Check(dtype_problem, lambda: {"enum": [*DTYPES]})]
-
-
-class VectorEntry(Entry):
-    """A task vector that a learned recipe scales; of a model, with how its vector is kept."""
-
-    name: str
-    file: str
-    sha256: str
-    storage: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_blanks(self, handler: Any) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if value is not None}
-
-
-class HeadEntry(Entry):
-    """A learned head: its adapter, and its file with the file's sha256, or the file as base64."""
-
-    adapter: str
-    file: str | None = None
-    sha256: str | None = None
-    data: str | None = None
-
-
-class LearnedRecipe(Recipe):
-    """What `fit` prints and `merge` takes: a base, vectors, and a coefficient for each block.
-
-    `coefficients` is the table itself or, for a large one, the safetensors file that holds it.
-    """
-
-    merge_method: Annotated[str, about("`atlas`.")]
-    base_model: Annotated[str, about("The base model.")]
-    vectors: Annotated[
-        list[VectorEntry], about("`name`, `file` and `sha256` of every task vector.")
-    ]
-    coefficients: Annotated[
-        Coefficients,
-        about("Vector, then block, then number; or the file that holds a large table."),
-    ]
-    granularity: Annotated[str, about("As it was learned.")] = "block"
-    groups: Annotated[list[str], about("As they were learned.")] = []
-    linearised: Annotated[bool, about("Whether it was learned for the first-order expansion.")] = (
-        False
-    )
-    scope: Annotated[str, about("`visual`: the image tower.")] = "visual"
-    head: Annotated[HeadEntry | None, about("The head that was learned, if one was.")] = None
-    seed: Annotated[int, about("The seed it was learned with.")] = 0
 
 
 class MergeRecipe(Recipe):

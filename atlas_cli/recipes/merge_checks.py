@@ -24,7 +24,6 @@ SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SCOPES = ("visual", "text", "all")
-STORAGES = ("int8", "fp16", "bf16", "fp32")  # of vectors that are extracted on the way
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope", "head")
 _EXPERTS = "mergekit-moe builds mixtures of experts; atlas merges models into one of the same shape"
 _REFUSED = dict.fromkeys(("experts", "gate_mode", "experts_per_token", "shared_experts"), _EXPERTS)

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import model_validator
 
-from atlas_cli.recipes.merge_checks import STORAGES
-from atlas_cli.recipes.model import Entry, in_schema, one_of, wrong_kind
+from atlas_cli.recipes.model import STORAGES, Entry, in_schema, one_of, wrong_kind
 
 Parameters = dict[str, Any] | None  # what may be in them depends on the method: see merge_checks
 

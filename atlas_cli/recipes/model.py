@@ -8,6 +8,7 @@ of a second, so a command imports recipes when it reads one, not to show its hel
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -19,22 +20,26 @@ from pydantic import (
     Discriminator,
     Field,
     ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
     ValidationInfo,
+    model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
-from atlas_cli.errors import UsageError
+from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.problems import CONFLICT, FINITE, KIND, VALUE, Problems, sentences
-from atlas_cli.recipes.text import parse_mapping, parse_shots
+from atlas_cli.recipes.text import parse_mapping
 from atlas_cli.registry import (
     GRANULARITIES,
+    OBJECTIVES,
     find_granularity,
     granularity_labels,
     granularity_pattern,
+    objectives_of,
 )
 
 
@@ -130,6 +135,50 @@ TABLE, TEXT = Tag("\0table"), Tag("\0text")  # no key of a recipe has a NUL in i
 TABLE_OR_TEXT = Discriminator(
     _tag, custom_error_type=KIND, custom_error_message="keys and values or str"
 )
+STORAGES = ("int8", "fp16", "bf16", "fp32")  # of vectors that are extracted on the way
+
+
+# Values with a unit ---------------------------------------------------------------------------
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size in bytes from text such as 2GiB, 500MB or 1000; None if the text is not a size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.lower())
+    if not found or found[2] not in _UNITS or len(found[1]) > 30:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def parse_shots(text: str | int | float) -> int | float | None:
+    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
+    if text == "all":
+        return None
+    try:
+        number = float(text)
+    except (ValueError, OverflowError):
+        return 0
+    if 0 < number < 1:
+        return number
+    return int(number) if number >= 1 and number.is_integer() else 0
+
+
+# Accuracies are shares between 0 and 1 while they are computed with, and percent wherever they are
+# written or returned: in tables, CSV, JSON, recipes, run folders and results of the Python API.
+UNIT = "percent"
+_ACCURACIES = ("accuracy", "normalised", "target", "control", "agreement")
+
+
+def as_percent(share: float) -> float:
+    """A share in percent, without the digits that only come from binary fractions."""
+    return round(100 * share, 6)
+
+
+def in_percent(values: Mapping[str, float]) -> dict[str, float]:
+    """Measures by name, with those that are accuracies in percent."""
+    return {k: as_percent(value) if k in _ACCURACIES else value for k, value in values.items()}
 
 
 # Keys that several recipes have ---------------------------------------------------------------
@@ -169,10 +218,32 @@ Accumulate = Annotated[Positive, about("Parts that a batch is computed in, to sa
 Clip = Annotated[float, ABOVE_0, AS_GIVEN, about("Largest norm of a gradient; 1.")]
 
 
+def objective_of(command: str) -> Check:
+    """A check for the name of an objective that a command takes."""
+
+    def problem(word: str) -> str | None:
+        entry = OBJECTIVES.get(word)
+        if entry and command in entry.commands:
+            return None
+        names = objectives_of(command)
+        listed = " or ".join(names) if len(names) == 2 else ", ".join(names)
+        return f"expected {listed}, found {word!r}{nearest(word, names)}"
+
+    return Check(problem, lambda: {"enum": objectives_of(command)})
+
+
 class Entry(BaseModel):
     """A part of a recipe: strict types, no other keys, and no changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class SparseEntry(Entry):
+    """A part of a recipe that is written without the keys that have no value."""
+
+    @model_serializer(mode="wrap")
+    def _without_blanks(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
 
 
 class Recipe(Entry):

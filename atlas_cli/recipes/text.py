@@ -1,4 +1,4 @@
-"""What recipes write as text: YAML, values such as 2GiB or 0.9:1, tables of coefficients."""
+"""Recipes as text: YAML in and out, and the tables of coefficients that it holds."""
 
 from __future__ import annotations
 
@@ -14,102 +14,7 @@ import yaml
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from atlas_cli.recipes.merge import LearnedRecipe
-
-
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(text: str) -> int | None:
-    """A size in bytes from text such as 2GiB, 500MB or 1000; None if the text is not a size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.lower())
-    if not found or found[2] not in _UNITS or len(found[1]) > 30:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def parse_shots(text: str | int | float) -> int | float | None:
-    """Images per class, a fraction of each class, or None for all; 0 if it is none of these."""
-    if text == "all":
-        return None
-    try:
-        number = float(text)
-    except (ValueError, OverflowError):
-        return 0
-    if 0 < number < 1:
-        return number
-    return int(number) if number >= 1 and number.is_integer() else 0
-
-
-def parse_penalty(text: str) -> tuple[int, float]:
-    """The order of a norm and its weight; order 0 if the text is not l1:WEIGHT or l2:WEIGHT."""
-    found = re.fullmatch(r"l([12]):(\d*\.?\d+(?:e-?\d+)?)", text)
-    return (int(found[1]), float(found[2])) if found else (0, 0.0)
-
-
-def parse_clamp(text: str) -> tuple[float, float] | None:
-    """Two bounds from text such as 0:1; None if the text is not LOW:HIGH."""
-    low, _, high = text.partition(":")
-    try:
-        found = float(low), float(high)
-    except ValueError:
-        return None
-    return found if found[0] < found[1] else None
-
-
-def parse_schedule(text: str) -> tuple[float, float] | None:
-    """START and END within 0 and 1 from text such as 0.9:1; 0.9 alone is both. None if neither."""
-    start, _, end = text.partition(":")
-    try:
-        found = float(start), float(end or start)
-    except ValueError:
-        return None
-    return found if all(0 <= value <= 1 for value in found) else None
-
-
-def parse_shares(text: str) -> list[float] | None:
-    """Positive numbers from text such as 0.9,0.1; None if the text is not a list of them."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        return None
-    return found if all(0 < share < math.inf for share in found) else None
-
-
-# Accuracies are shares between 0 and 1 while they are computed with, and percent wherever they are
-# written or returned: in tables, CSV, JSON, recipes, run folders and results of the Python API.
-UNIT = "percent"
-_ACCURACIES = ("accuracy", "normalised", "target", "control", "agreement")
-
-
-def as_percent(share: float) -> float:
-    """A share in percent, without the digits that only come from binary fractions."""
-    return round(100 * share, 6)
-
-
-def in_percent(values: Mapping[str, float]) -> dict[str, float]:
-    """Measures by name, with those that are accuracies in percent."""
-    return {k: as_percent(value) if k in _ACCURACIES else value for k, value in values.items()}
-
-
-def parse_individual(text: str) -> tuple[str, float] | None:
-    """A data reference and an accuracy between 0 and 1 from DATA=PERCENT; None if it is neither."""
-    name, _, percent = text.rpartition("=")
-    try:
-        found = float(percent) / 100
-    except ValueError:
-        return None
-    return (name, found) if name and 0 < found <= 1 else None
-
-
-def is_pattern(text: str) -> bool:
-    """Whether a text is a regular expression."""
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
+    from atlas_cli.recipes.learned import LearnedRecipe
 
 
 Table = dict[str, dict[str, float]]

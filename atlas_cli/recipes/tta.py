@@ -6,15 +6,36 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from atlas_cli.recipes.learning import (
-    SELECT,
-    VECTORS,
-    LearnRecipe,
+from atlas_cli.recipes.learning import SELECT, VECTORS, LearnRecipe, split_without
+from atlas_cli.recipes.model import (
+    Number,
+    Positive,
+    Rate,
+    Scalar,
+    about,
+    expect,
     objective_of,
-    split_without,
+    one_of,
 )
-from atlas_cli.recipes.model import Number, Positive, Rate, Scalar, about, expect, one_of
-from atlas_cli.recipes.text import parse_schedule, parse_shares
+
+
+def parse_schedule(text: str) -> tuple[float, float] | None:
+    """START and END within 0 and 1 from text such as 0.9:1; 0.9 alone is both. None if neither."""
+    start, _, end = text.partition(":")
+    try:
+        found = float(start), float(end or start)
+    except ValueError:
+        return None
+    return found if all(0 <= value <= 1 for value in found) else None
+
+
+def parse_shares(text: str) -> list[float] | None:
+    """Positive numbers from text such as 0.9,0.1; None if the text is not a list of them."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    return found if all(0 < share < math.inf for share in found) else None
 
 
 class TtaRecipe(LearnRecipe):

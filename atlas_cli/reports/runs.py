@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
 from atlas_cli.io.files import read_regular
-from atlas_cli.recipes.text import UNIT, Table, as_percent, table_problems
+from atlas_cli.recipes.model import UNIT, as_percent
+from atlas_cli.recipes.text import Table, table_problems
 
 if TYPE_CHECKING:
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
 
 _CONFIG, _METRICS, _RESULT, _RECIPE = "config.json", "metrics.jsonl", "result.json", "recipe.yaml"
 _LARGE = "coefficients.safetensors"
@@ -209,7 +210,7 @@ def read_numbers(path: Path, names: Sequence[str] = ()) -> Table:
 
 def read_learned(text: str, where: str) -> LearnedRecipe:
     """Read a learned recipe. Raises UsageError with one line for every problem found."""
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.model import read_recipe
 
     return read_recipe(LearnedRecipe, text, where)

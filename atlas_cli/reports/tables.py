@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas_cli import __version__
-from atlas_cli.recipes.text import UNIT, summarise
+from atlas_cli.recipes.model import UNIT
+from atlas_cli.recipes.text import summarise
 from atlas_cli.reports.runs import read_learned
 
 if TYPE_CHECKING:
     from atlas_cli.models.folders import ModelFacts
-    from atlas_cli.recipes.merge import LearnedRecipe
+    from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
     from atlas_cli.reports.runs import Run
     from atlas_cli.vectors.describe import BlockFacts, Comparison, KindFacts, Matrix, VectorFacts

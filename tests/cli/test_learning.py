@@ -116,7 +116,7 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
     from atlas_cli.learning.batches import predict
     from atlas_cli.learning.fit import Fitting
     from atlas_cli.learning.run import RunOptions, prepare
-    from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.fit import FitRecipe
 
     result = call(*arguments(world, "--lr", "0.5"))
     recipe = yaml.safe_load(result.out)

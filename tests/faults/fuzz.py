@@ -79,7 +79,7 @@ def merge_recipe(content: bytes, folder: Path) -> Any:
 
 @target(_texts(FIT, FIT + "select: 'val:x'\npenalty: l1:0.1\nmemory: 2GiB\n"))
 def learning_recipe(content: bytes, folder: Path) -> Any:
-    from atlas_cli.recipes.learning import FitRecipe
+    from atlas_cli.recipes.fit import FitRecipe
     from atlas_cli.recipes.model import read_recipe
 
     return read_recipe(FitRecipe, content.decode("utf-8", "replace"))

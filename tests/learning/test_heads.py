@@ -19,7 +19,7 @@ from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.heads import candidates, chosen, label_of
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.models.clip import HEAD
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.model import check_recipe
 
 QUICK = {"batch_size": 8, "epochs": 2, "min_steps": 2, "lr": 0.3}

@@ -20,7 +20,8 @@ from atlas_cli.learning.negate import negate
 from atlas_cli.learning.run import RunOptions
 from atlas_cli.learning.tta import tta, tta_online
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import AddRecipe, FitRecipe, NegateRecipe
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.learning import AddRecipe, NegateRecipe
 from atlas_cli.recipes.tta import TtaRecipe
 
 QUICK = {"batch_size": 8, "epochs": 2, "min_steps": 2, "lr": 0.3}

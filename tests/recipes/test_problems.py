@@ -10,8 +10,10 @@ import yaml
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.evaluation import EvalRecipe
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import AddRecipe, FitRecipe, NegateRecipe
-from atlas_cli.recipes.merge import LearnedRecipe, read_merge
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.learned import LearnedRecipe
+from atlas_cli.recipes.learning import AddRecipe, NegateRecipe
+from atlas_cli.recipes.merge import read_merge
 from atlas_cli.recipes.model import check_recipe, read_recipe
 from atlas_cli.recipes.tta import TtaRecipe
 from atlas_cli.sources.vector_names import source_problems

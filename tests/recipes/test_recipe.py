@@ -12,22 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.learning import (
-    ADAMERGING,
-    AddRecipe,
-    FitRecipe,
-    NegateRecipe,
-)
-from atlas_cli.recipes.merge import LearnedRecipe, VectorEntry
-from atlas_cli.recipes.model import check_recipe, read_recipe
-from atlas_cli.recipes.text import (
-    MANY,
-    parse_bytes,
-    parse_penalty,
-    parse_shots,
-    to_table,
-    write_recipe,
-)
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.learned import LearnedRecipe, VectorEntry
+from atlas_cli.recipes.learning import ADAMERGING, AddRecipe, NegateRecipe, parse_penalty
+from atlas_cli.recipes.model import check_recipe, parse_bytes, parse_shots, read_recipe
+from atlas_cli.recipes.text import MANY, to_table, write_recipe
 
 # Recipes of fit -------------------------------------------------------------------------------
 

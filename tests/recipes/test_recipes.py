@@ -10,8 +10,10 @@ import pytest
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.evaluation import EvalRecipe
 from atlas_cli.recipes.finetune import FinetuneRecipe
-from atlas_cli.recipes.learning import AddRecipe, FitRecipe, LearnRecipe, NegateRecipe
-from atlas_cli.recipes.merge import LearnedRecipe, read_merge
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.learned import LearnedRecipe
+from atlas_cli.recipes.learning import AddRecipe, LearnRecipe, NegateRecipe
+from atlas_cli.recipes.merge import read_merge
 from atlas_cli.recipes.model import read_recipe
 from atlas_cli.recipes.schema import json_schema, key_table
 from atlas_cli.recipes.text import parse_mapping

@@ -16,7 +16,7 @@ from atlas_cli.core.storage import decode
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.run import RunOptions, prepare
-from atlas_cli.recipes.learning import FitRecipe
+from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.model import check_recipe
 from atlas_cli.vectors.basis import read_start, write_basis
 from atlas_cli.vectors.format import open_checked
