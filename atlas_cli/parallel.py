@@ -1,10 +1,12 @@
-"""What of the machine does the work: threads, each with one core of torch, and the device.
+"""What of the machine does the work: threads, each with one core of torch, memory, and the device.
 
 Results come in the order of the items, and do not depend on how many threads there are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from threading import Barrier
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -30,6 +33,9 @@ _AHEAD = 16  # items per thread that wait their turn; after an error the others 
 # several cores per operation; and its sums do not depend on how many cores there are.
 _SMALL = 20_000_000
 _PARTS = 4
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT = 64 << 20  # bytes of freed memory that are not returned to the system
 
 
 class ThreadPool:
@@ -158,3 +164,43 @@ def choose_device(wanted: str) -> torch.device:
     if number and int(number) >= torch.cuda.device_count():
         raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
     return torch.device(wanted)
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    """The bytes of memory that this process takes now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryBudget:
+    """Bytes of memory that threads share. A thread waits until enough are free."""
+
+    def __init__(self, total: int) -> None:
+        self._free = self.total = total
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, wanted: int) -> Iterator[None]:
+        """Hold so many bytes, once they are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse freed memory for what comes next instead of returning it."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        for option, size in ((_TRIM_THRESHOLD, _KEPT), (_MMAP_THRESHOLD, _KEPT // 2)):
+            ctypes.CDLL(None).mallopt(option, size)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from atlas_cli.parallel import ThreadPool, in_order
+from atlas_cli.parallel import ThreadPool, in_order, resident
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -46,3 +47,10 @@ def test_an_error_stops_the_work():
     with pytest.raises(ValueError, match="0"):
         list(in_order(fail, range(1000), workers=1))
     assert len(done) < 1000
+
+
+def test_memory_is_counted_in_pages_of_the_size_that_the_system_has(monkeypatch):
+    sizes = {"SC_PAGE_SIZE": 65536}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    monkeypatch.setattr(Path, "read_text", lambda path: "900 7 3 1 0 2 0\n")
+    assert resident() == 7 * 65536

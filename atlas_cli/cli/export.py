@@ -99,7 +99,7 @@ def _opened(
         raise UsageError(f"{run}: is no learned recipe; merge it first, and export the model")
 
     from atlas_cli.merging.in_memory import compose_model
-    from atlas_cli.merging.produce import open_entry
+    from atlas_cli.merging.learned import open_entry
     from atlas_cli.models.clip import Opening
 
     completed = locate(parse_reference(text)) if text else None

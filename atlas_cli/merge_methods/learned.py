@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 @merge_method("atlas", models=(0, 0))
 def atlas(tile: Tile, values: Values, statistics: Any) -> torch.Tensor:
     """theta_0 + sum_t c_t tau_t, with a learned coefficient for every vector and block."""
-    raise NotImplementedError("merging.produce composes the vectors; there are no tiles of models")
+    raise NotImplementedError("merging.learned composes the vectors; there are no tiles of models")

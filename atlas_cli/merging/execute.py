@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atlas_cli.errors import AtlasError
+from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import write_text
 from atlas_cli.io.staging import StagingFolder, check_space
-from atlas_cli.merging.inputs import Inputs, open_inputs, write_companions
-from atlas_cli.merging.model_card import Evaluated, Shown, card_text
-from atlas_cli.merging.plan import Output, Plan, lay_out, plan_files
-from atlas_cli.merging.produce import (
-    CPU,
-    Conversion,
-    Producer,
-    check_finite,
-    is_finite,
-    open_entry,
+from atlas_cli.merging.adapters import CONFIG, are_adapters
+from atlas_cli.merging.inputs import open_adapters, open_models
+from atlas_cli.merging.learned import open_entry, open_vectors
+from atlas_cli.merging.model_card import Shown, card_text
+from atlas_cli.merging.plan import (
+    Inputs,
+    Limits,
+    MergeRequest,
+    Output,
+    Plan,
+    PreparedMerge,
+    lay_out,
+    plan_files,
 )
+from atlas_cli.merging.produce import Conversion, Producer, check_finite, is_finite
 from atlas_cli.merging.provenance import (
     MANIFEST,
     Located,
@@ -43,73 +44,26 @@ from atlas_cli.merging.provenance import (
     take_hashes,
     written_hashes,
 )
+from atlas_cli.merging.segments import changed_config, restacked
 from atlas_cli.models.clip import HEAD
-from atlas_cli.models.folders import companion_files
-from atlas_cli.models.heads import SavedHead, write_head
+from atlas_cli.models.folders import companion_files, copy_companion_files
+from atlas_cli.models.heads import write_head
+from atlas_cli.models.language import with_special_ids, with_vocabulary
 from atlas_cli.models.tensor_names import is_clip, is_transformers
-from atlas_cli.parallel import ThreadPool
+from atlas_cli.models.tokenizers import (
+    read_template,
+    tokenizer_files,
+    write_template,
+    write_tokenizer,
+)
+from atlas_cli.parallel import MemoryBudget, ThreadPool, keep_freed_memory, resident
+from atlas_cli.recipes.chat_templates import chat_template
 from atlas_cli.recipes.merge import Merge
-from atlas_cli.vectors.gather import GatheredVector
+from atlas_cli.recipes.merge_checks import long_dtype
 
 _KEY = "atlas_recipe"
-_DIFFUSERS = "diffusion_pytorch_model"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 _RESERVE = 64 << 20  # bytes that the interpreter and torch still take when they begin to work
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What of the machine a merge may take."""
-
-    memory: int = 512_000_000
-    threads: int = 1
-    device: torch.device = CPU
-    allow_nonfinite: bool = False
-
-
-@dataclass(frozen=True)
-class MergeRequest:
-    """A checked recipe, the files of its models, and the folder for the result."""
-
-    merge: Merge
-    located: Mapping[str, Located]
-    target: Path
-    limits: Limits = field(default_factory=Limits)
-    shard: int = 5_000_000_000
-    evaluation: Evaluated | None = None
-    vectors: tuple[GatheredVector, ...] = ()
-    tokenizer: bool = True  # whether that of the layout's model is copied
-    card: bool = True
-
-    @property
-    def stem(self) -> str:
-        """How the names of files begin: loaders of diffusers look for another one."""
-        first = self.located[self.merge.layout].model.weights[0].name
-        return _DIFFUSERS if first.startswith(_DIFFUSERS) else "model"
-
-
-@dataclass(frozen=True)
-class PreparedMerge:
-    """A merge that is ready to be written: all inputs are open and fit each other."""
-
-    request: MergeRequest
-    inputs: Inputs
-    plan: Plan
-    peak: int  # bytes of memory for the largest tile
-    head: SavedHead | None = None
-
-    @property
-    def bytes_read(self) -> int:
-        """The bytes of all inputs."""
-        found = self.request.located.values()
-        return sum(path.stat().st_size for one in found for path in one.model.weights)
-
-    @property
-    def companions(self) -> list[str]:
-        """The files that are copied along with the weights."""
-        layout = self.request.located[self.request.merge.layout]
-        names = [path.name for path in companion_files(layout.model)]
-        return [*names, HEAD] if self.head else names
 
 
 # Preparing ------------------------------------------------------------------------------------
@@ -119,7 +73,7 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     """Open every header, check that all fits, and plan every byte. Reads no values of models."""
     merge, located, limits = request.merge, request.located, request.limits
     how = Conversion(merge.recipe.seed, limits.device, limits.allow_nonfinite)
-    inputs = open_inputs(merge, located, how, request.vectors)
+    inputs = _open_inputs(request, how)
     clip = is_clip(inputs.base) and not is_transformers(inputs.base)
     # open_clip looks for one file of this name.
     stem, limit = ("open_clip_model", 1 << 62) if clip else (request.stem, request.shard)
@@ -136,17 +90,19 @@ def prepare(request: MergeRequest) -> PreparedMerge:
     return PreparedMerge(request, inputs, plan, peak, head)
 
 
+def _open_inputs(request: MergeRequest, how: Conversion) -> Inputs:
+    merge, located = request.merge, request.located
+    if merge.method != "atlas" and are_adapters(merge, located):
+        return open_adapters(merge, located, how)
+    if merge.recipe.max_rank is not None:
+        raise UsageError("max_rank is for merges of LoRA adapters into one; these are models")
+    if merge.method == "atlas":
+        return open_vectors(merge, located, how, request.vectors)
+    return open_models(merge, located, how)
+
+
 def _metadata(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {_KEY: json.dumps(recipe, sort_keys=True, ensure_ascii=False)}
-
-
-def resident() -> int:
-    """The bytes of memory that this process takes now; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def working_memory(limits: Limits) -> int:
@@ -239,28 +195,62 @@ def _write_card(prepared: PreparedMerge, folder: Path, recipe: dict[str, Any]) -
     write_text(folder / "README.md", card_text(request.merge, recipe, request.located, shown))
 
 
+# Files beside the weights --------------------------------------------------------------------
+
+
+def write_companions(
+    merge: Merge,
+    located: Mapping[str, Located],
+    inputs: Inputs,
+    folder: Path,
+    *,
+    tokenizer: bool = True,
+) -> None:
+    """Copy the files beside the layout's model, with what the recipe changes in them."""
+    change = partial(_changed, merge, located, inputs)
+    copy_companion_files(located[merge.layout].model, folder, change)
+    if inputs.adapter:
+        write_text(folder / CONFIG, json.dumps(inputs.adapter.config, indent=2) + "\n")
+    if not tokenizer:
+        for path in tokenizer_files(folder):
+            path.unlink()
+    if inputs.vocabulary:
+        write_tokenizer(inputs.vocabulary.tokenizer, folder)
+    if merge.recipe.chat_template:
+        models = [located[who].model.folder for who in merge.references]
+        text = chat_template(merge.recipe.chat_template, map(read_template, models))
+        if text is not None:
+            write_template(folder, text)
+
+
+def _changed(
+    merge: Merge,
+    located: Mapping[str, Located],
+    inputs: Inputs,
+    name: str,
+    found: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A configuration with the dtype, layers, head and vocabulary of the result."""
+    result = dict(found)
+    if inputs.vocabulary:
+        old = inputs.vocabulary.models[merge.layout]
+        result = with_special_ids(result, old, inputs.vocabulary.tokenizer.vocabulary)
+    if name == "generation_config.json":
+        return result
+    word = merge.recipe.out_dtype or merge.recipe.dtype
+    dtype = long_dtype(word) if word else None
+    result |= {key: dtype for key in _DTYPE_KEYS if dtype and result.get(key) is not None}
+    if inputs.untied:
+        result["tie_word_embeddings"] = False
+    if inputs.segments:
+        configs = {who: one.model.config("config.json") or {} for who, one in located.items()}
+        result = changed_config(result, restacked(inputs.segments, inputs.base, configs))
+    if inputs.vocabulary:
+        result = with_vocabulary(result, inputs.vocabulary.size)
+    return result
+
+
 # Threads --------------------------------------------------------------------------------------
-
-
-class Budget:
-    """Bytes of memory that threads share. A thread waits until enough are free."""
-
-    def __init__(self, total: int) -> None:
-        self._free = self.total = total
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def take(self, wanted: int) -> Iterator[None]:
-        """Hold so many bytes, once they are free."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += wanted
-                self._changed.notify_all()
 
 
 @dataclass
@@ -303,7 +293,7 @@ def run(
 ) -> None:
     """Make every piece that is not there yet. `advance` is told of bytes that are done."""
     starts = {shard.file: 8 + shard.header for shard in plan.shards}
-    budget = Budget(working_memory(limits))
+    budget = MemoryBudget(working_memory(limits))
     shared = _Statistics(tuple(output for output in plan.outputs if output.merged))
     work: list[list[_Job]] = []
     # The largest first, so that no thread is left with a large one at the end.
@@ -314,7 +304,7 @@ def run(
         left = [job for job in jobs if (output.number, job.number) not in staging.done]
         advance(sum(job.bytes for job in jobs) - sum(job.bytes for job in left))
         work += [left] if left else []
-    _keep_freed_memory()
+    keep_freed_memory()
     with ThreadPool(limits.threads) as pool:
         waiting: dict[Future[None], int] = {}
         for job in _statistics_ahead(work, limits.threads):
@@ -342,7 +332,7 @@ def _do(
     job: _Job,
     producer: Producer,
     staging: StagingFolder,
-    budget: Budget,
+    budget: MemoryBudget,
     start: int,
     limits: Limits,
 ) -> None:
@@ -364,10 +354,3 @@ def _do(
 def _bytes_of(values: torch.Tensor) -> memoryview:
     content: Any = values.contiguous().view(torch.uint8).numpy() if values.numel() else b""
     return memoryview(content)
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library reuse the memory of a tile for the next one instead of returning it."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        for option, size in ((_TRIM_THRESHOLD, _RESERVE), (_MMAP_THRESHOLD, _RESERVE // 2)):
-            ctypes.CDLL(None).mallopt(option, size)

@@ -13,14 +13,9 @@ from atlas_cli.core.compose import Composition, compose_block, map_blocks
 from atlas_cli.core.granularity import Layout, choose_layout
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merging.inputs import gather_vectors
+from atlas_cli.merging.learned import STATISTICS, coefficient_table, gather_vectors, open_learned
 from atlas_cli.merging.plan import open_layout
-from atlas_cli.merging.produce import (
-    STATISTICS,
-    Conversion,
-    coefficient_table,
-    open_learned,
-)
+from atlas_cli.merging.produce import Conversion
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Model
 from atlas_cli.models.clip import Clip, Opening, open_model

@@ -1,117 +1,42 @@
-"""What a merge reads: models brought to the same names and tensors, and the files beside them."""
+"""Models that a method merges, brought to the same names and tensors."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from atlas_cli.errors import MismatchError, UsageError
-from atlas_cli.io.files import write_text
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.merging.adapters import CONFIG, MergedAdapter, are_adapters, merge_adapters
-from atlas_cli.merging.plan import (
-    Resolved,
-    check_fit,
-    check_together,
-    dtype_of,
-    open_layout,
-    open_like,
-    promoted,
-    resolve_all,
-)
+from atlas_cli.merging.adapters import merge_adapters
+from atlas_cli.merging.plan import Inputs, dtype_of, open_layout, open_like, word_of
 from atlas_cli.merging.post import ByPostSteps, with_post_steps
-from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer, open_learned
+from atlas_cli.merging.produce import ByMethod, BySegment, Conversion, Producer
 from atlas_cli.merging.provenance import TOKENIZER, Located, tokenizer_of
 from atlas_cli.merging.segments import (
     Model,
-    Segment,
-    changed_config,
+    Resolved,
     check_outputs,
+    check_together,
     left_out,
-    restacked,
+    resolve_all,
     segments_of,
 )
 from atlas_cli.merging.vocabulary import Vocabulary, aligned, build_vocabulary, rows_of
-from atlas_cli.models.folders import copy_companion_files
-from atlas_cli.models.language import (
-    is_head,
-    is_untied,
-    reconciled,
-    with_special_ids,
-    with_vocabulary,
-)
-from atlas_cli.models.tokenizers import (
-    Tokenizer,
-    differing,
-    read_template,
-    read_tokenizer,
-    tokenizer_files,
-    write_template,
-    write_tokenizer,
-)
-from atlas_cli.recipes.chat_templates import chat_template
-from atlas_cli.recipes.merge import Merge, MergeRecipe
-from atlas_cli.recipes.merge_checks import long_dtype
-from atlas_cli.recipes.merge_entries import VectorFile
+from atlas_cli.models.language import is_head, is_untied, is_vocabulary, reconciled
+from atlas_cli.models.tokenizers import Tokenizer, differing, read_tokenizer
+from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.merge_tokenizer import BASE, UNION
 from atlas_cli.registry import MERGE_METHODS
-from atlas_cli.sources.locate import Source
-from atlas_cli.sources.vector_names import VectorName, name_vectors
-from atlas_cli.vectors.format import read_header
-from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
 
-_DTYPE_KEYS = ("torch_dtype", "dtype")
+_SHOWN = 5  # problems of an error message
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """All that a merge reads, opened and found to fit.
-
-    `layout` has the tensors of the result in their order, of which `merged` are computed in the
-    dtypes of `compute`, and all others copied. `base` are the tensors of the model whose
-    configuration the result has.
-    """
-
-    layout: Mapping[str, LazyTensor]
-    merged: Sequence[str]
-    compute: Mapping[str, torch.dtype]
-    base: LazyTensors
-    producer: Producer
-    resolved: Mapping[str, Resolved]
-    segments: Sequence[Segment] = ()
-    untied: bool = False  # whether the result has a head that the layout's model does not store
-    vocabulary: Vocabulary | None = None  # of the result, if it is not that of the layout's model
-    doubts: Sequence[str] = ()
-    adapter: MergedAdapter | None = None  # the result, if it is no model
-
-    @property
-    def origins(self) -> list[dict[str, Any]]:
-        """Where the layers come from of a result that is put together of slices."""
-        return [origin for segment in self.segments for origin in segment.origins]
-
-
-def open_inputs(
-    merge: Merge,
-    located: Mapping[str, Located],
-    how: Conversion,
-    vectors: Sequence[GatheredVector] = (),
-) -> Inputs:
+def open_models(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
     """Open every model, and check that all fit each other. No value is read."""
-    if merge.method != "atlas" and are_adapters(merge, located):
-        return _adapters(merge, located, how)
-    if merge.recipe.max_rank is not None:
-        raise UsageError("max_rank is for merges of LoRA adapters into one; these are models")
     layout = Model(merge.layout, open_layout(merge.layout, located[merge.layout]))
-    if merge.method == "atlas":
-        learned = open_learned(merge.recipe, located[merge.layout].model, layout, how, vectors)
-        names = [name for name in layout.tensors if learned.changes(name)]
-        return Inputs(layout.tensors, names, {}, layout.tensors, learned, {})
     opened = {merge.layout: layout.tensors}
     for reference in merge.references:
         if reference not in opened:
@@ -147,8 +72,8 @@ def open_vocabulary(
     return build_vocabulary(wish, merge.layout, tokenizers, rows, source), doubts
 
 
-def _adapters(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
-    """Nothing is left to compute but what the merged adapter computes when it is read."""
+def open_adapters(merge: Merge, located: Mapping[str, Located], how: Conversion) -> Inputs:
+    """Open LoRA adapters; the merged one computes its values when they are read."""
     found = merge_adapters(merge, located)
     producer = BySegment({}, Model(merge.layout, found.tensors), how)
     return Inputs(found.tensors, [], {}, found.tensors, producer, {}, adapter=found)
@@ -194,90 +119,43 @@ def _arrange(
     return Inputs({**layout, **copies}, [*resolved], compute, base, producer, resolved, segments)
 
 
-# Task vectors ---------------------------------------------------------------------------------
+# Fitting --------------------------------------------------------------------------------------
 
 
-def gather_vectors(recipe: MergeRecipe, base: Source, gathering: Gathering) -> list[GatheredVector]:
-    """The files of a recipe's vectors; what is no vector yet is extracted from its model.
-
-    Raises MismatchError for one that is not what the recipe says of it.
-    """
-    entries: list[VectorFile] = []
-    names: list[VectorName] = []
-    for entry in recipe.vectors or []:
-        given = name_vectors([entry.file], gathering.tell)
-        if len(given) > 1 and (entry.name or entry.sha256):
-            raise UsageError(f"{entry.file}: stands for {len(given)} vectors, not for one")
-        names += [replace(name, storage=entry.storage) for name in given]
-        entries += [entry] * len(given)
-    found = gather(names, base, replace(gathering, scope=recipe.scope))
-    return [_checked_entry(entry, one) for entry, one in zip(entries, found, strict=True)]
-
-
-def _checked_entry(entry: VectorFile, found: GatheredVector) -> GatheredVector:
-    if entry.sha256 is not None and entry.sha256 != found.sha256:
+def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors]) -> None:
+    """Raise MismatchError that lists every tensor which is missing, extra, or of another kind."""
+    problems = [
+        f"{reference}: {line}"
+        for reference, tensors in models.items()
+        for line in _problems(layout, tensors)
+    ]
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise MismatchError(
-            f"{entry.file}: is not the file that the recipe speaks of: its sha256 is "
-            f"{found.sha256[:12]}..., expected {entry.sha256[:12]}..."
+            "the models do not fit each other: " + "; ".join(problems[:_SHOWN] + more)
         )
-    if found.storage:  # a vector has the name that it is given; a file has its own
-        return replace(found, name=entry.name or found.name)
-    called = read_header(found.file).name
-    if entry.name is not None and entry.name != called:
-        raise MismatchError(f"{entry.file}: is called {called}, not {entry.name}")
-    return found
 
 
-# Files beside the weights --------------------------------------------------------------------
+def _problems(layout: LazyTensors, tensors: LazyTensors) -> Sequence[str]:
+    lines = []
+    for name, wanted in layout.items():
+        if not wanted.dtype.is_floating_point:
+            continue
+        found = tensors.get(name)
+        if found is None:
+            lines.append(f"{name} is missing")
+        elif found.shape != wanted.shape and {found.shape, wanted.shape} != {(), (1,)}:
+            rows = found.shape[1:] == wanted.shape[1:] and is_vocabulary(name)
+            way = " (tokenizer_source: base or union aligns vocabularies)" if rows else ""
+            lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}{way}")
+        elif not found.dtype.is_floating_point:
+            lines.append(
+                f"{name} has dtype {word_of(found.dtype)}, expected {word_of(wanted.dtype)}"
+            )
+    extra = [n for n, t in tensors.items() if n not in layout and t.dtype.is_floating_point]
+    return lines + [f"{name} is unknown" for name in extra]
 
 
-def write_companions(
-    merge: Merge,
-    located: Mapping[str, Located],
-    inputs: Inputs,
-    folder: Path,
-    *,
-    tokenizer: bool = True,
-) -> None:
-    """Copy the files beside the layout's model, with what the recipe changes in them."""
-    change = partial(_changed, merge, located, inputs)
-    copy_companion_files(located[merge.layout].model, folder, change)
-    if inputs.adapter:
-        write_text(folder / CONFIG, json.dumps(inputs.adapter.config, indent=2) + "\n")
-    if not tokenizer:
-        for path in tokenizer_files(folder):
-            path.unlink()
-    if inputs.vocabulary:
-        write_tokenizer(inputs.vocabulary.tokenizer, folder)
-    if merge.recipe.chat_template:
-        models = [located[who].model.folder for who in merge.references]
-        text = chat_template(merge.recipe.chat_template, map(read_template, models))
-        if text is not None:
-            write_template(folder, text)
-
-
-def _changed(
-    merge: Merge,
-    located: Mapping[str, Located],
-    inputs: Inputs,
-    name: str,
-    found: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A configuration with the dtype, layers, head and vocabulary of the result."""
-    result = dict(found)
-    if inputs.vocabulary:
-        old = inputs.vocabulary.models[merge.layout]
-        result = with_special_ids(result, old, inputs.vocabulary.tokenizer.vocabulary)
-    if name == "generation_config.json":
-        return result
-    word = merge.recipe.out_dtype or merge.recipe.dtype
-    dtype = long_dtype(word) if word else None
-    result |= {key: dtype for key in _DTYPE_KEYS if dtype and result.get(key) is not None}
-    if inputs.untied:
-        result["tie_word_embeddings"] = False
-    if inputs.segments:
-        configs = {who: one.model.config("config.json") or {} for who, one in located.items()}
-        result = changed_config(result, restacked(inputs.segments, inputs.base, configs))
-    if inputs.vocabulary:
-        result = with_vocabulary(result, inputs.vocabulary.size)
-    return result
+def promoted(tensors: Iterable[LazyTensor]) -> torch.dtype:
+    """The dtype that tensors of several are merged in: one that holds the values of all."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

@@ -26,7 +26,7 @@ from atlas_cli.merging.steps import folder_of_steps, make_steps, planned_steps
 from atlas_cli.sources.vector_names import source_problems
 
 if TYPE_CHECKING:
-    from atlas_cli.merging.execute import PreparedMerge
+    from atlas_cli.merging.plan import PreparedMerge
     from atlas_cli.recipes.merge import Merge
     from atlas_cli.vectors.gather import GatheredVector
 
@@ -251,7 +251,7 @@ def _plan_of(
     prepared: PreparedMerge, explain: str | None, steps: list[dict[str, Any]]
 ) -> MergePlan:
     from atlas_cli.merging.execute import peak_memory
-    from atlas_cli.merging.plan import explained
+    from atlas_cli.merging.segments import explained
 
     plan, inputs = prepared.plan, prepared.inputs
     merged = sum(tensor.merged for tensor in plan.outputs)
@@ -299,9 +299,9 @@ def _prepare(
     located = locate_inputs(merge)
     check_inputs(target, located)
 
-    from atlas_cli.merging.execute import Limits, MergeRequest, prepare, resident
-    from atlas_cli.merging.plan import idle_filters
-    from atlas_cli.parallel import choose_device
+    from atlas_cli.merging.execute import prepare
+    from atlas_cli.merging.plan import Limits, MergeRequest, idle_filters
+    from atlas_cli.parallel import choose_device, resident
 
     threads = options.threads or min(_MANY, os.cpu_count() or 1)
     device = choose_device(options.device)
@@ -326,7 +326,7 @@ def _gathered(
     """The files of the recipe's task vectors, extracted on the way if need be."""
     if merge.method != "atlas":
         return ()
-    from atlas_cli.merging.inputs import gather_vectors
+    from atlas_cli.merging.learned import gather_vectors
     from atlas_cli.vectors.gather import Gathering
 
     how = Gathering(

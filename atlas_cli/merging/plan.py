@@ -1,4 +1,4 @@
-"""Models are opened and checked against each other; every parameter and every byte is planned.
+"""What a merge is asked for, what it has opened, and every byte that it will write.
 
 No value is read.
 """
@@ -6,30 +6,68 @@ No value is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atlas_cli.core.patterns import find_pattern
-from atlas_cli.errors import AtlasError, MismatchError, UsageError
+from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
-from atlas_cli.merging.segments import Segment
+from atlas_cli.merging.segments import Resolved, Segment
 from atlas_cli.models.adapters import adapted
-from atlas_cli.models.language import is_vocabulary
+from atlas_cli.models.clip import HEAD
+from atlas_cli.models.folders import companion_files
+from atlas_cli.models.heads import SavedHead
 from atlas_cli.models.tensor_names import has_factors, is_adapter, plain, renamed
-from atlas_cli.recipes.merge import Levels, Merge, MergeRecipe
+from atlas_cli.recipes.merge import Merge, MergeRecipe
 from atlas_cli.recipes.merge_checks import long_dtype
-from atlas_cli.recipes.merge_parameters import resolve
-from atlas_cli.registry import MERGE_METHODS
+from atlas_cli.vectors.gather import GatheredVector
 
+if TYPE_CHECKING:
+    from atlas_cli.merging.adapters import MergedAdapter
+    from atlas_cli.merging.model_card import Evaluated
+    from atlas_cli.merging.produce import Producer
+    from atlas_cli.merging.vocabulary import Vocabulary
+
+CPU = torch.device("cpu")
 TILE = 1 << 19  # elements that are read, merged and written at a time
 _TILES = 16  # in a piece of work, which is done by one thread and noted in the journal
-_SHOWN = 5  # problems of an error message
+_DIFFUSERS = "diffusion_pytorch_model"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of the machine a merge may take."""
+
+    memory: int = 512_000_000
+    threads: int = 1
+    device: torch.device = CPU
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """A checked recipe, the files of its models, and the folder for the result."""
+
+    merge: Merge
+    located: Mapping[str, Located]
+    target: Path
+    limits: Limits = field(default_factory=Limits)
+    shard: int = 5_000_000_000
+    evaluation: Evaluated | None = None
+    vectors: tuple[GatheredVector, ...] = ()
+    tokenizer: bool = True  # whether that of the layout's model is copied
+    card: bool = True
+
+    @property
+    def stem(self) -> str:
+        """How the names of files begin: loaders of diffusers look for another one."""
+        first = self.located[self.merge.layout].model.weights[0].name
+        return _DIFFUSERS if first.startswith(_DIFFUSERS) else "model"
 
 
 # Opening --------------------------------------------------------------------------------------
@@ -60,50 +98,6 @@ def _adapted(tensors: LazyTensors, located: Located) -> LazyTensors:
     if located.adapter is None:
         return tensors
     return adapted(tensors, located.adapter, open_tensors(located.adapter.weights))
-
-
-# Fitting --------------------------------------------------------------------------------------
-
-
-def check_fit(layout: LazyTensors, models: Mapping[str, LazyTensors]) -> None:
-    """Raise MismatchError that lists every tensor which is missing, extra, or of another kind."""
-    problems = [
-        f"{reference}: {line}"
-        for reference, tensors in models.items()
-        for line in _problems(layout, tensors)
-    ]
-    if problems:
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise MismatchError(
-            "the models do not fit each other: " + "; ".join(problems[:_SHOWN] + more)
-        )
-
-
-def _problems(layout: LazyTensors, tensors: LazyTensors) -> Sequence[str]:
-    lines = []
-    for name, wanted in layout.items():
-        if not wanted.dtype.is_floating_point:
-            continue
-        found = tensors.get(name)
-        if found is None:
-            lines.append(f"{name} is missing")
-        elif found.shape != wanted.shape and {found.shape, wanted.shape} != {(), (1,)}:
-            rows = found.shape[1:] == wanted.shape[1:] and is_vocabulary(name)
-            way = " (tokenizer_source: base or union aligns vocabularies)" if rows else ""
-            lines.append(f"{name} has shape {found.shape}, expected {wanted.shape}{way}")
-        elif not found.dtype.is_floating_point:
-            lines.append(f"{name} has dtype {_word(found.dtype)}, expected {_word(wanted.dtype)}")
-    extra = [n for n, t in tensors.items() if n not in layout and t.dtype.is_floating_point]
-    return lines + [f"{name} is unknown" for name in extra]
-
-
-def promoted(tensors: Iterable[LazyTensor]) -> torch.dtype:
-    """The dtype that tensors of several are merged in: one that holds the values of all."""
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -140,7 +134,7 @@ class Output:
         return {
             "tensor": self.name,
             "shape": list(self.shape),
-            "dtype": _word(self.dtype),
+            "dtype": word_of(self.dtype),
             "file": self.file,
             "offset": self.start,
             "bytes": self.bytes,
@@ -201,6 +195,11 @@ class Plan:
 def dtype_of(word: str | None) -> torch.dtype | None:
     """The dtype that a recipe names, as float32 or torch.float32."""
     return getattr(torch, long_dtype(word)) if word else None
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """The name of a dtype, without that of torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def lay_out(
@@ -273,58 +272,58 @@ def plan_files(groups: Sequence[Sequence[Output]], metadata: Mapping[str, str]) 
     return Plan(tuple(output for group in groups for output in group), tuple(shards))
 
 
-# Parameters -----------------------------------------------------------------------------------
+# Ready to be written ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """The parameters of one tensor: those of each model, those of the whole merge, its depth."""
+class Inputs:
+    """All that a merge reads, opened and found to fit.
 
-    models: tuple[dict[str, Any], ...]
-    merge: dict[str, Any]
-    depth: float | None
+    `layout` has the tensors of the result in their order, of which `merged` are computed in the
+    dtypes of `compute`, and all others copied. `base` are the tensors of the model whose
+    configuration the result has.
+    """
+
+    layout: Mapping[str, LazyTensor]
+    merged: Sequence[str]
+    compute: Mapping[str, torch.dtype]
+    base: LazyTensors
+    producer: Producer
+    resolved: Mapping[str, Resolved]
+    segments: Sequence[Segment] = ()
+    untied: bool = False  # whether the result has a head that the layout's model does not store
+    vocabulary: Vocabulary | None = None  # of the result, if it is not that of the layout's model
+    doubts: Sequence[str] = ()
+    adapter: MergedAdapter | None = None  # the result, if it is no model
+
+    @property
+    def origins(self) -> list[dict[str, Any]]:
+        """Where the layers come from of a result that is put together of slices."""
+        return [origin for segment in self.segments for origin in segment.origins]
 
 
-def resolve_all(segment: Segment, names: Iterable[str]) -> dict[str, Resolved]:
-    """What every parameter is for every tensor. Raises AtlasError if one has no value."""
-    return {name: _resolve_one(segment, name) for name in names}
+@dataclass(frozen=True)
+class PreparedMerge:
+    """A merge that is ready to be written: all inputs are open and fit each other."""
 
+    request: MergeRequest
+    inputs: Inputs
+    plan: Plan
+    peak: int  # bytes of memory for the largest tile
+    head: SavedHead | None = None
 
-def check_together(
-    method: str, resolved: Mapping[str, Resolved], dtypes: Collection[object]
-) -> None:
-    """Raise UsageError if tensors that are merged as one vector differ in more than their names."""
-    who = f"{method} with scope model"
-    first = next(iter(resolved.values()))
-    for name, one in resolved.items():
-        if (one.models, one.merge) != (first.models, first.merge):
-            raise UsageError(f"{who}: give every parameter as one value; {name} has another")
-    if len(dtypes) > 1:
-        raise UsageError(f"{who}: tensors have several dtypes; give a dtype to compute in")
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of all inputs."""
+        found = self.request.located.values()
+        return sum(path.stat().st_size for one in found for path in one.model.weights)
 
-
-def _resolve_one(segment: Segment, name: str) -> Resolved:
-    """Filters look for what the model itself calls a tensor, or the result for the whole merge."""
-    part, depth = segment.part, segment.depths[name]
-    row = MERGE_METHODS[part.method]
-
-    def value(levels: Levels, key: str, default: Any, own: str, whose: str) -> Any:
-        found = resolve(levels, key, own, depth)
-        if found is None and default is None:
-            raise AtlasError(f"{name}: no filter gives it a {key}{whose}; add an entry without one")
-        return default if found is None else found
-
-    models = tuple(
-        {
-            key: value(levels, key, knob.default, model.own_name(name), f" of {who}")
-            for key, knob in row.per_model.items()
-        }
-        for (who, levels), model in zip(part.models, segment.models, strict=True)
-    )
-    whole = {
-        key: value(part.levels, key, knob.default, name, "") for key, knob in row.per_merge.items()
-    }
-    return Resolved(models, whole, depth)
+    @property
+    def companions(self) -> list[str]:
+        """The files that are copied along with the weights."""
+        layout = self.request.located[self.request.merge.layout]
+        names = [path.name for path in companion_files(layout.model)]
+        return [*names, HEAD] if self.head else names
 
 
 def idle_filters(merge: Merge, names: Sequence[str]) -> list[str]:
@@ -344,22 +343,3 @@ def _filters_of(parameters: Mapping[str, Any]) -> Iterator[str]:
         for entry in setting if isinstance(setting, list) else [setting]:
             if isinstance(entry, dict) and entry.get("filter") not in (None, "*"):
                 yield entry["filter"]
-
-
-def explained(
-    segments: Iterable[Segment], resolved: Mapping[str, Resolved], pattern: str
-) -> list[dict[str, Any]]:
-    """The parameters of every tensor whose name the regular expression is found in."""
-    return [
-        {
-            "tensor": name,
-            "parameters": resolved[name].merge,
-            "models": {
-                who: own
-                for (who, _), own in zip(segment.part.models, resolved[name].models, strict=True)
-            },
-        }
-        for segment in segments
-        for name in segment.layout.tensors
-        if name in resolved and find_pattern(pattern, name)
-    ]

@@ -1,43 +1,25 @@
-"""How the values of an output come about: by a method on tiles, by composition, or as they were."""
+"""How the values of an output come about: by a method on tiles, or as they were."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from atlas_cli.core.compose import Composition, compose_block, map_blocks
-from atlas_cli.core.granularity import Layout, choose_layout
-from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError, nearest
-from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.io.files import sha256_of
+from atlas_cli.errors import CheckpointError
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merge_methods.method import MergeMethod, Values
 from atlas_cli.merge_methods.tiling import Tile, check_size
-from atlas_cli.merging.plan import Output, Resolved
-from atlas_cli.merging.segments import Model, Segment
-from atlas_cli.models import tensor_names
-from atlas_cli.models.clip import open_model
-from atlas_cli.models.heads import SavedHead, head_from_text, open_head
-from atlas_cli.models.tensor_names import block_of, normalised, piece
+from atlas_cli.merging.plan import CPU, Output
+from atlas_cli.merging.segments import Model, Resolved, Segment
 from atlas_cli.native.operands import Operands
-from atlas_cli.recipes.learned import HeadEntry
-from atlas_cli.recipes.merge import MergeRecipe
-from atlas_cli.sources.locate import Source
-from atlas_cli.vectors.format import in_scope
-from atlas_cli.vectors.gather import GatheredVector
-from atlas_cli.vectors.pool import Pool, moved, open_pool
 
-CPU = torch.device("cpu")
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # not learned by gradients
 _TEMPORARIES = 6  # float32 copies of a tile that a formula may hold beside its inputs
 
 
@@ -233,146 +215,3 @@ def is_finite(values: torch.Tensor) -> bool:
         return True
     # A sum is finite only if all its terms are; one that is not may have overflowed.
     return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
-
-
-# Learned coefficients -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ByCoefficients:
-    """theta0 + sum of lambda * tau by block, in float32; all else as the base has it."""
-
-    layout: Model
-    blocks: Mapping[str, LazyTensor]
-    pool: Pool
-    columns: Layout
-    coefficients: torch.Tensor
-    transformers: bool
-    how: Conversion
-    together: bool = False
-
-    def changes(self, name: str) -> bool:
-        """Whether a vector has a block of that tensor."""
-        return self._place(name)[0] in self.columns.placements
-
-    def whole(self, output: Output) -> bool:
-        """Blocks are composed whole: those of an image tower are small."""
-        return output.merged
-
-    def need(self, output: Output) -> int:
-        """The base, the sum and its rounded copy; vectors are mapped, and read in tiles."""
-        if not output.merged:
-            return 16 * max(stop - start for start, stop in output.tiles())
-        size = math.prod(self.blocks[self._place(output.name)[0]].shape)
-        return size * (12 + 4 * len(self.pool.members))
-
-    def statistics(self, outputs: Sequence[Output]) -> None:
-        """A block can be composed right away."""
-
-    def make(self, output: Output, span: tuple[int, int], statistics: Any) -> torch.Tensor:
-        """The composed block, or the part of it that the output is."""
-        if not output.merged:
-            return copied(self.layout, output, span, allow_nonfinite=self.how.allow_nonfinite)
-        block, part = self._place(output.name)
-        base = self.blocks[block].read()
-        device = self.how.device
-        if not self.how.allow_nonfinite:
-            check_finite(base, output.name, self.layout.reference)
-        found = {
-            number: moved(member.vector.read(block), device)
-            for number, member in enumerate(self.pool.members)
-            if block in member.vector.names
-        }
-        stacks = {block: map_blocks(found)}
-        one = Composition({block: base.to(device)}, stacks, self.columns, len(self.pool.members))
-        composed = compose_block(one, block, self.coefficients.to(device)).cpu()
-        lazy = LazyTensor(tuple(composed.shape), composed.dtype, lambda: composed)
-        return piece(lazy, part).read().reshape(-1)[slice(*span)].to(output.dtype)
-
-    def check_inputs(self, output: Output, span: tuple[int, int]) -> None:
-        """They have been checked when they were read."""
-
-    def _place(self, name: str) -> tuple[str, str]:
-        if self.transformers and name.endswith("position_ids"):
-            return name, ""
-        return block_of(name, transformers=self.transformers)
-
-
-def open_learned(
-    recipe: MergeRecipe,
-    source: Source,
-    layout: Model,
-    how: Conversion,
-    vectors: Sequence[str | GatheredVector],
-) -> ByCoefficients:
-    """Open the vectors of a learned recipe and lay its coefficients out."""
-    blocks = normalised(layout.tensors, layout.reference)
-    names = [n for n in in_scope(blocks, recipe.scope) if not n.endswith(STATISTICS)]
-    if isinstance(recipe.coefficients, str) and _is_tensor(recipe.coefficients):
-        names = _in_order_of_module(source)  # a bare tensor has no names: they are in its order
-    pool = Pool((), (), (), "as stored", 0)
-    if vectors:
-        pool = open_pool(vectors, blocks, names, scope=recipe.scope)
-    columns = choose_layout(pool.shapes, recipe.granularity, recipe.groups, recipe.seed)
-    table = coefficient_table(recipe.coefficients, pool, columns)
-    return ByCoefficients(
-        *(layout, blocks, pool, columns, table),
-        transformers=tensor_names.is_transformers(layout.tensors),
-        how=how,
-    )
-
-
-def open_entry(entry: HeadEntry) -> SavedHead:
-    """The learned head of a recipe. Raises MismatchError if its file is not what it was."""
-    if entry.data is not None:
-        return head_from_text(entry.data)
-    path = Path(entry.file or "").expanduser()
-    if entry.sha256 is not None and sha256_of(path) != entry.sha256:
-        raise MismatchError(f"{path}: is not the head that the recipe speaks of: another sha256")
-    return open_head(path)
-
-
-# Coefficients ---------------------------------------------------------------------------------
-
-
-def _is_tensor(path: str) -> bool:
-    return path.endswith(".safetensors")
-
-
-def _in_order_of_module(source: Source) -> list[str]:
-    module: Any = open_model(source).module
-    return [f"visual.{name}" for name, _ in module.visual.named_parameters()]
-
-
-def coefficient_table(given: object, pool: Pool, columns: Layout) -> torch.Tensor:
-    """The table as a tensor: a row for each vector, a column for each label, else 0."""
-    shape = (len(pool.members), len(columns.labels))
-    if isinstance(given, str) and _is_tensor(given):
-        found = open_safetensors(Path(given).expanduser()).get("coefficients")
-        if found is None or found.shape != shape:
-            kind = found.shape if found else "no coefficients"
-            raise MismatchError(f"{given}: holds {kind}, expected a table of {shape}")
-        return found.read().float()
-    table = _read_table(given) if isinstance(given, str) else given
-    assert isinstance(table, dict)
-    rows = {member.name: number for number, member in enumerate(pool.members)}
-    column = {label: number for number, label in enumerate(columns.labels)}
-    result = torch.zeros(shape)
-    for vector, row in table.items():
-        if vector not in rows:
-            raise UsageError(f"coefficients: no vector is called '{vector}'{nearest(vector, rows)}")
-        for label, value in row.items():
-            if label not in column:
-                hint = nearest(label, column)
-                raise UsageError(f"coefficients.{vector}: there is no '{label}'{hint}")
-            result[rows[vector], column[label]] = value
-    return result
-
-
-def _read_table(path: str) -> dict[str, dict[str, float]]:
-    """A table in a JSON file, as `atlas fit -o` writes it."""
-    try:
-        found = json.loads(Path(path).expanduser().read_text("utf-8"))
-        return {v: {k: float(n) for k, n in row.items()} for v, row in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as problem:
-        raise AtlasError(f"{path}: is no table of coefficients: {problem}") from problem

@@ -1,17 +1,19 @@
 """Parts of a recipe -> tensors of the result, each with the tensors that it is merged from.
 
 A result may be stacked from layers of several models. Here every model of a part gets the names
-that its tensors have in the result, so that whoever computes values need not know of layers.
+that its tensors have in the result, so that whoever computes values need not know of layers. Every
+tensor gets its parameters, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.core.patterns import find_pattern
+from atlas_cli.errors import AtlasError, MismatchError, UsageError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models.language import (
     LayerName,
@@ -22,8 +24,9 @@ from atlas_cli.models.language import (
     stacks_of,
     with_layers,
 )
-from atlas_cli.recipes.merge import Merge, Part, Range
-from atlas_cli.recipes.merge_parameters import depths_of
+from atlas_cli.recipes.merge import Levels, Merge, Part, Range
+from atlas_cli.recipes.merge_parameters import depths_of, resolve
+from atlas_cli.registry import MERGE_METHODS
 
 
 @dataclass(frozen=True)
@@ -268,3 +271,76 @@ def with_tensors(
         base=models[segment.base.reference] if segment.base else None,
         models=tuple(models[model.reference] for model in segment.models),
     )
+
+
+# Parameters -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The parameters of one tensor: those of each model, those of the whole merge, its depth."""
+
+    models: tuple[dict[str, Any], ...]
+    merge: dict[str, Any]
+    depth: float | None
+
+
+def resolve_all(segment: Segment, names: Iterable[str]) -> dict[str, Resolved]:
+    """What every parameter is for every tensor. Raises AtlasError if one has no value."""
+    return {name: _resolve_one(segment, name) for name in names}
+
+
+def _resolve_one(segment: Segment, name: str) -> Resolved:
+    """Filters look for what the model itself calls a tensor, or the result for the whole merge."""
+    part, depth = segment.part, segment.depths[name]
+    row = MERGE_METHODS[part.method]
+
+    def value(levels: Levels, key: str, default: Any, own: str, whose: str) -> Any:
+        found = resolve(levels, key, own, depth)
+        if found is None and default is None:
+            raise AtlasError(f"{name}: no filter gives it a {key}{whose}; add an entry without one")
+        return default if found is None else found
+
+    models = tuple(
+        {
+            key: value(levels, key, knob.default, model.own_name(name), f" of {who}")
+            for key, knob in row.per_model.items()
+        }
+        for (who, levels), model in zip(part.models, segment.models, strict=True)
+    )
+    whole = {
+        key: value(part.levels, key, knob.default, name, "") for key, knob in row.per_merge.items()
+    }
+    return Resolved(models, whole, depth)
+
+
+def check_together(
+    method: str, resolved: Mapping[str, Resolved], dtypes: Collection[object]
+) -> None:
+    """Raise UsageError if tensors that are merged as one vector differ in more than their names."""
+    who = f"{method} with scope model"
+    first = next(iter(resolved.values()))
+    for name, one in resolved.items():
+        if (one.models, one.merge) != (first.models, first.merge):
+            raise UsageError(f"{who}: give every parameter as one value; {name} has another")
+    if len(dtypes) > 1:
+        raise UsageError(f"{who}: tensors have several dtypes; give a dtype to compute in")
+
+
+def explained(
+    segments: Iterable[Segment], resolved: Mapping[str, Resolved], pattern: str
+) -> list[dict[str, Any]]:
+    """The parameters of every tensor whose name the regular expression is found in."""
+    return [
+        {
+            "tensor": name,
+            "parameters": resolved[name].merge,
+            "models": {
+                who: own
+                for (who, _), own in zip(segment.part.models, resolved[name].models, strict=True)
+            },
+        }
+        for segment in segments
+        for name in segment.layout.tensors
+        if name in resolved and find_pattern(pattern, name)
+    ]

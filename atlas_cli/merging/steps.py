@@ -20,7 +20,7 @@ from atlas_cli.errors import AtlasError
 from atlas_cli.merging.provenance import MANIFEST, Located
 
 if TYPE_CHECKING:
-    from atlas_cli.merging.execute import PreparedMerge
+    from atlas_cli.merging.plan import PreparedMerge
     from atlas_cli.recipes.merge import Merge
 
 _DONE = ".made_of"
@@ -113,7 +113,7 @@ def planned_steps(
 def _write_headers(prepared: PreparedMerge, folder: Path) -> None:
     """Files as a merge writes them, with holes in place of values."""
     from atlas_cli.io.checkpoint import header_text
-    from atlas_cli.merging.inputs import write_companions
+    from atlas_cli.merging.execute import write_companions
 
     for shard in prepared.plan.shards:
         text = header_text(shard.entries, {"format": "pt"}).ljust(shard.header)

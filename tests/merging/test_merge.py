@@ -209,13 +209,6 @@ def test_a_budget_that_is_too_small_says_what_is_needed(refused):
     assert "use --memory" in refused(linear(1, 1), "--memory", "100MB")
 
 
-def test_memory_is_counted_in_pages_of_the_size_that_the_system_has(monkeypatch):
-    sizes = {"SC_PAGE_SIZE": 65536}
-    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
-    monkeypatch.setattr(Path, "read_text", lambda path: "900 7 3 1 0 2 0\n")
-    assert execute.resident() == 7 * 65536
-
-
 def test_peak_memory_stays_within_the_budget_for_one_large_tensor(
     run_python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
