@@ -127,7 +127,8 @@ def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Sour
 
     check_vectors(texts)
 
-    from atlas_cli.vectors.gather import Gathering, gather_by_name
+    from atlas_cli.vectors.gather import gather_by_name
+    from atlas_cli.vectors.pool import Gathering
 
     tell = (lambda text: None) if quiet else console.note
     found = gather_by_name(texts, base, Gathering(tell=tell, warn=console.warner(quiet=quiet)))

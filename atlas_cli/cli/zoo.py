@@ -73,7 +73,8 @@ def _pull(
     check_dtype(storage, "--storage")
     entries = [entry for name in names for entry in find_entries(name)]
 
-    from atlas_cli.vectors.gather import Gathering, gather_by_name
+    from atlas_cli.vectors.gather import gather_by_name
+    from atlas_cli.vectors.pool import Gathering
 
     tell = (lambda text: None) if quiet else console.note
     how = Gathering(

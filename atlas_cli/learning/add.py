@@ -86,7 +86,7 @@ class Adding(LearningVerb):
             raise UsageError("--ties writes the trimmed vectors into the run's folder; use -o DIR")
 
         from atlas_cli.learning.run_folder import trimmed_folder
-        from atlas_cli.vectors.pool import trim
+        from atlas_cli.vectors.trim import trim
 
         with trimmed_folder(folder) as target:
             paths = trim(inputs.files, self.recipe.ties, target)

@@ -15,8 +15,7 @@ from atlas_cli.learning.selection import Policy
 from atlas_cli.learning.setup import Setup, training_of
 from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.vectors.basis import read_start
-from atlas_cli.vectors.gather import GatheredVector
-from atlas_cli.vectors.pool import open_member
+from atlas_cli.vectors.pool import GatheredVector, open_member
 
 _SCALES = (1.0, 3.0, 5.0, 7.0, 10.0)  # of the pooled start
 _WARMUP = 0.1

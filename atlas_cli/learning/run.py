@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.finetune import FinetuneRecipe
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.learning import LearnRecipe
-    from atlas_cli.vectors.gather import GatheredVector
+    from atlas_cli.vectors.pool import GatheredVector
 
 
 @dataclass(frozen=True)

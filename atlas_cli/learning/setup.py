@@ -34,9 +34,15 @@ from atlas_cli.recipes.learning import LearnRecipe, parse_penalty
 from atlas_cli.recipes.model import parse_bytes
 from atlas_cli.recipes.text import MANY, Table, to_table
 from atlas_cli.recipes.tta import TtaRecipe
-from atlas_cli.sources.zoo import same_task
-from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
-from atlas_cli.vectors.pool import Member, Pool, compose_pool, open_pool
+from atlas_cli.vectors.pool import (
+    GatheredVector,
+    Gathering,
+    Member,
+    Pool,
+    compose_pool,
+    open_pool,
+    stored_vectors,
+)
 
 if TYPE_CHECKING:
     from atlas_cli.core.adapters import Head
@@ -242,7 +248,12 @@ def gathered(
         tell=tell,
         warn=warn,
     )
-    return tuple(gather(inputs.vectors, inputs.model, how))
+    found = stored_vectors(inputs.vectors, how)
+    if found is None:
+        from atlas_cli.vectors.gather import gather  # most vectors are files
+
+        found = gather(inputs.vectors, inputs.model, how)
+    return tuple(found)
 
 
 @contextmanager
@@ -341,3 +352,20 @@ def own_vector(pool: Pool, dataset: Dataset) -> int | None:
 def is_of(name: str, dataset: Dataset) -> bool:
     """Whether by its name a vector was learned on a dataset."""
     return same_task(plain_name(name), plain_name(task_name(dataset)))
+
+
+# Other names of well-known tasks, so that no vector of the target's own data is taken by mistake.
+_ALIASES = {
+    "cars": "stanfordcars",
+    **dict.fromkeys(("pets", "oxfordpets"), "oxfordiiitpet"),
+    **dict.fromkeys(("flowers", "flowers102", "oxfordflowers"), "oxfordflowers102"),
+    "patchcamelyon": "pcam",
+    "sst2": "renderedsst2",
+    "emnist": "emnistletters",
+    "fmnist": "fashionmnist",
+}
+
+
+def same_task(first: str, second: str) -> bool:
+    """Whether two names, in small letters and digits, are of one task."""
+    return _ALIASES.get(first, first) == _ALIASES.get(second, second)

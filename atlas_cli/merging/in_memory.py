@@ -23,8 +23,7 @@ from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope
-from atlas_cli.vectors.gather import Gathering
-from atlas_cli.vectors.pool import Member, Pool, check_members
+from atlas_cli.vectors.pool import Gathering, Member, Pool, check_members
 from atlas_cli.vectors.task_vector import TaskVector
 
 Coefficients = float | Sequence[float] | Mapping[str, float] | Mapping[str, Mapping[str, float]]

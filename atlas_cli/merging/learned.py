@@ -31,8 +31,7 @@ from atlas_cli.recipes.merge_entries import VectorFile
 from atlas_cli.sources.locate import Source
 from atlas_cli.sources.vector_names import VectorName, name_vectors
 from atlas_cli.vectors.format import in_scope, read_header
-from atlas_cli.vectors.gather import GatheredVector, Gathering, gather
-from atlas_cli.vectors.pool import Pool, moved, open_pool
+from atlas_cli.vectors.pool import GatheredVector, Gathering, Pool, moved, open_pool, stored_vectors
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # not learned by gradients
 
@@ -53,7 +52,12 @@ def gather_vectors(recipe: MergeRecipe, base: Source, gathering: Gathering) -> l
             raise UsageError(f"{entry.file}: stands for {len(given)} vectors, not for one")
         names += [replace(name, storage=entry.storage) for name in given]
         entries += [entry] * len(given)
-    found = gather(names, base, replace(gathering, scope=recipe.scope))
+    how = replace(gathering, scope=recipe.scope)
+    found = stored_vectors(names, how)
+    if found is None:
+        from atlas_cli.vectors.gather import gather  # most vectors are files
+
+        found = gather(names, base, how)
     return [_checked_entry(entry, one) for entry, one in zip(entries, found, strict=True)]
 
 

@@ -28,7 +28,7 @@ from atlas_cli.sources.vector_names import source_problems
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import PreparedMerge
     from atlas_cli.recipes.merge import Merge
-    from atlas_cli.vectors.gather import GatheredVector
+    from atlas_cli.vectors.pool import GatheredVector
 
 _MEMORY = 512_000_000  # bytes
 _MANY = 8  # threads; with more, a merge waits for the disk and for memory
@@ -327,7 +327,7 @@ def _gathered(
     if merge.method != "atlas":
         return ()
     from atlas_cli.merging.learned import gather_vectors
-    from atlas_cli.vectors.gather import Gathering
+    from atlas_cli.vectors.pool import Gathering
 
     how = Gathering(
         keep_downloads=options.keep_downloads,

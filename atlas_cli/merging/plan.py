@@ -25,7 +25,7 @@ from atlas_cli.models.heads import SavedHead
 from atlas_cli.models.tensor_names import has_factors, is_adapter, plain, renamed
 from atlas_cli.recipes.merge import Merge, MergeRecipe
 from atlas_cli.recipes.merge_checks import long_dtype
-from atlas_cli.vectors.gather import GatheredVector
+from atlas_cli.vectors.pool import GatheredVector
 
 if TYPE_CHECKING:
     from atlas_cli.merging.adapters import MergedAdapter

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +75,6 @@ def find_entries(text: str) -> tuple[ZooEntry, ...]:
         raise UsageError(f"unknown task '{text}'{nearest(task, entries)} ({part} has: {listed})")
     listed = ", ".join(f"{ZOO}{one}" for one in zoo)
     raise UsageError(f"unknown set '{text}'{nearest(name, zoo)} (there are: {listed})")
-
-
-def same_task(first: str, second: str) -> bool:
-    """Whether two names, in small letters and digits, are of one task."""
-    return first == second or _usual(first) == _usual(second)
-
-
-@cache
-def _aliases() -> dict[str, str]:
-    found = parse_mapping(_OURS.read_text("utf-8"), str(_OURS))["aliases"]
-    return {alias: _plain(name) for name, listed in found.items() for alias in listed}
-
-
-def _usual(name: str) -> str:
-    return _aliases().get(name, name)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 # Reading --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atlas_cli.core import storage
     from atlas_cli.core.storage import Block
     from atlas_cli.vectors.format import BlockInfo, StoredVector
-    from atlas_cli.vectors.gather import GatheredVector
+    from atlas_cli.vectors.pool import GatheredVector
 else:
     torch = late("torch")
     formulas, storage = late("atlas_cli.core.basis"), late("atlas_cli.core.storage")

@@ -13,16 +13,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from atlas_cli.core.storage import Form
-from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError, nearest
-from atlas_cli.io.checkpoint import open_tensors, read_metadata
+from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
+from atlas_cli.io.checkpoint import open_tensors
 from atlas_cli.io.files import cache_folder, locked, sha256_of
 from atlas_cli.models.lora import is_lora_torch
 from atlas_cli.models.tensor_names import is_adapter
@@ -49,44 +49,19 @@ from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.extract import Options, extract_to
 from atlas_cli.vectors.format import Header, read_header
+from atlas_cli.vectors.pool import (
+    GatheredVector,
+    Gathering,
+    called_by_header,
+    is_stored,
+    is_vector,
+    stored_vector,
+    wanted,
+)
 
-STORAGE = "int8"
 _FACTORS = "fp16"  # factors have no 8-bit form
 _AT_ONCE = 8  # questions to the Hub
 _ROOM = "set ATLAS_CACHE to a folder with room"
-Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """How vectors are gathered. `is_own` says which belong to the target's own data by name."""
-
-    scope: str = "visual"
-    storage: str = STORAGE
-    exclude: tuple[str, ...] = ()
-    keep_downloads: bool = False
-    architecture: str | None = None
-    is_own: Callable[[str], bool] = lambda name: False
-    tell: Tell = lambda text: None
-    warn: Tell = lambda text: None
-
-
-@dataclass(frozen=True)
-class GatheredVector:
-    """A task vector in a local file.
-
-    `text` names it in recipes, with its commit if it has one. `sha256` is that of the file that
-    the text names: of the vector, or of the weights it was extracted from, and then `storage` is
-    how it is kept.
-    """
-
-    text: str
-    name: str | None
-    file: Path
-    sha256: str
-    storage: str | None = None
-    commit: str | None = None
-    group: str | None = field(default=None, compare=False)
 
 
 def gather(
@@ -94,16 +69,15 @@ def gather(
 ) -> list[GatheredVector]:
     """The files of task vectors of a base, each downloaded and extracted if need be."""
     how = how or Gathering()
-    called = [_called(name, base) for name in names]
-    wanted = _wanted(called, how)
-    on_hub = [name for name in wanted if name.on_hub]
+    taken = wanted([_called(name, base) for name in names], how)
+    on_hub = [name for name in taken if name.on_hub]
     before = {name: last_commit(name.reference) for name in on_hub}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         listings = dict(zip(on_hub, pool.map(_look_up, on_hub), strict=True))
     gatherer = _Gatherer(base, how)
     for name, listing in listings.items():
         _tell_of_changes(name, before[name], listing, how)
-    return [gatherer.gather(name, listings.get(name)) for name in wanted]
+    return [gatherer.gather(name, listings.get(name)) for name in taken]
 
 
 def gather_by_name(
@@ -138,36 +112,12 @@ def _tell_of_changes(
 
 def _called(name: VectorName, base: Source) -> VectorName:
     """A vector under its own name: that of its file or, of a repository, without the base's."""
-    path = Path(name.reference.name)
-    if name.reference.kind == "path" and path.is_file() and _is_vector(path):
-        return replace(name, name=read_header(path).name)
+    if is_stored(name):
+        return called_by_header(name)
     if name.on_hub and not is_of_zoo(name.text):
         prefix = re.escape(Path(base.reference.name).name)
         return replace(name, name=re.sub(rf"^{prefix}[_-](?=.)", "", name.name))
     return name
-
-
-def _wanted(names: Sequence[VectorName], how: Gathering) -> list[VectorName]:
-    """The vectors without those that are excluded and, of groups, those of the target itself."""
-    known = [name.name for name in names]
-    for word in how.exclude:
-        if word not in known:
-            raise UsageError(f"--exclude {word}: no such vector{nearest(word, known)}")
-    kept = []
-    for name in names:
-        if name.name in how.exclude:
-            how.tell(f"{name.name}: left out (--exclude)")
-        elif name.group and how.is_own(name.name):
-            how.warn(f"{name.name}: left out, since it was learned on the target itself")
-        else:
-            kept.append(name)
-    if names and not kept:
-        raise UsageError("every task vector was left out")
-    return kept
-
-
-def _is_vector(path: Path) -> bool:
-    return path.suffix == ".safetensors" and "atlas" in read_metadata(path)
 
 
 class _Gatherer:
@@ -187,9 +137,8 @@ class _Gatherer:
     def gather(self, name: VectorName, listing: Listing | None) -> GatheredVector:
         if listing is not None:
             return self._from_hub(name, listing)
-        path = Path(name.reference.name)
-        if path.is_file() and _is_vector(path):
-            return GatheredVector(name.text, None, path, sha256_of(path), group=name.group)
+        if is_stored(name):
+            return stored_vector(name)
         return self._from_source(name, locate(name.reference))
 
     def _from_source(self, name: VectorName, source: Source) -> GatheredVector:
@@ -221,7 +170,7 @@ class _Gatherer:
             if listing.problem:
                 raise listing.problem
             with self._download(reference, snapshot, file) as source:
-                whole = _is_vector(source.weights[0])
+                whole = is_vector(source.weights[0])
                 if whole:
                     how = _keep(source.weights[0], published)
                 else:

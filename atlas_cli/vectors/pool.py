@@ -1,16 +1,18 @@
-"""Task vectors of one base, opened together: to be composed, or to be trimmed as TIES does."""
+"""The task vectors of a run: chosen by their names, and opened together to be composed.
+
+What is a task vector on this machine is taken as it is; `vectors.gather` fetches and extracts
+everything else.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from atlas_cli.core import storage
 from atlas_cli.core.compose import Composition, map_blocks, stack_blocks
 from atlas_cli.core.granularity import Layout
 from atlas_cli.core.stacks import Stack
@@ -24,24 +26,112 @@ from atlas_cli.core.storage import (
     encode,
     storage_of,
 )
-from atlas_cli.errors import MismatchError, UsageError
-from atlas_cli.io.checkpoint import write_tensors
+from atlas_cli.errors import MismatchError, UsageError, nearest
+from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.merge_methods.election import Rules, elected_signs, silence_
 from atlas_cli.sources.locate import vector_file
+from atlas_cli.sources.vector_names import VectorName
 from atlas_cli.vectors.format import (
-    BlockInfo,
     StoredVector,
     base_fingerprint,
     check_same_base,
     open_checked,
-    to_metadata,
+    read_header,
 )
-from atlas_cli.vectors.gather import GatheredVector
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _LOWER = ("bf16", "int8")
+Tell = Callable[[str], None]
+
+
+# Choosing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How vectors are gathered. `is_own` says which belong to the target's own data by name."""
+
+    scope: str = "visual"
+    storage: str = "int8"
+    exclude: tuple[str, ...] = ()
+    keep_downloads: bool = False
+    architecture: str | None = None
+    is_own: Callable[[str], bool] = lambda name: False
+    tell: Tell = lambda text: None
+    warn: Tell = lambda text: None
+
+
+@dataclass(frozen=True)
+class GatheredVector:
+    """A task vector in a local file.
+
+    `text` names it in recipes, with its commit if it has one. `sha256` is that of the file that
+    the text names: of the vector, or of the weights it was extracted from, and then `storage` is
+    how it is kept.
+    """
+
+    text: str
+    name: str | None
+    file: Path
+    sha256: str
+    storage: str | None = None
+    commit: str | None = None
+    group: str | None = field(default=None, compare=False)
+
+
+def stored_vectors(names: Sequence[VectorName], how: Gathering) -> list[GatheredVector] | None:
+    """The vectors that are wanted, if all that are named are task vectors in files; else None."""
+    called = []
+    for name in names:
+        if not is_stored(name):
+            return None
+        called.append(called_by_header(name))
+    return [stored_vector(name) for name in wanted(called, how)]
+
+
+def is_stored(name: VectorName) -> bool:
+    """Whether a name stands for a task vector in a file, rather than for a model or an adapter."""
+    path = Path(name.reference.name)
+    return name.reference.kind == "path" and path.is_file() and is_vector(path)
+
+
+def is_vector(path: Path) -> bool:
+    """Whether a file of weights is a task vector."""
+    return path.suffix == ".safetensors" and "atlas" in read_metadata(path)
+
+
+def called_by_header(name: VectorName) -> VectorName:
+    """A vector in a file under the name that the file gives it."""
+    return replace(name, name=read_header(Path(name.reference.name)).name)
+
+
+def stored_vector(name: VectorName) -> GatheredVector:
+    """A vector that is in a file already."""
+    path = Path(name.reference.name)
+    return GatheredVector(name.text, None, path, sha256_of(path), group=name.group)
+
+
+def wanted(names: Sequence[VectorName], how: Gathering) -> list[VectorName]:
+    """The vectors without those that are excluded and, of groups, those of the target itself."""
+    known = [name.name for name in names]
+    for word in how.exclude:
+        if word not in known:
+            raise UsageError(f"--exclude {word}: no such vector{nearest(word, known)}")
+    kept = []
+    for name in names:
+        if name.name in how.exclude:
+            how.tell(f"{name.name}: left out (--exclude)")
+        elif name.group and how.is_own(name.name):
+            how.warn(f"{name.name}: left out, since it was learned on the target itself")
+        else:
+            kept.append(name)
+    if names and not kept:
+        raise UsageError("every task vector was left out")
+    return kept
+
+
+# Opening --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +145,7 @@ class Member:
     name: str
     path: str
     sha256: str
-    vector: StoredVector = dataclasses.field(repr=False)
+    vector: StoredVector = field(repr=False)
     file: Path | None = None
     storage: str | None = None
 
@@ -127,7 +217,7 @@ def open_member(path: str | GatheredVector) -> Member:
         return Member(vector.header.name, path, sha256_of(file), vector, file)
     vector = open_checked(path.file)
     called = path.name or vector.header.name
-    vector = dataclasses.replace(vector, header=dataclasses.replace(vector.header, name=called))
+    vector = replace(vector, header=replace(vector.header, name=called))
     return Member(called, path.text, path.sha256, vector, path.file, path.storage)
 
 
@@ -233,59 +323,3 @@ def moved(block: Block, device: torch.device) -> Block:
         case Factors(shape, parts):
             there = (BlockPart(p.start, p.up.to(device), p.down.to(device)) for p in parts)
             return Factors(shape, tuple(there))
-
-
-def trim(paths: Sequence[str | GatheredVector], share: float, folder: Path) -> list[str]:
-    """Write every vector with its largest values only, and of those the ones of the elected sign.
-
-    `share` of the values of each vector, the largest by magnitude over all its blocks, are kept;
-    then an element keeps its value only where it has the sign of the sum over the vectors. The
-    files have the names of the vectors; those that are there are replaced.
-    """
-    members = [open_member(path) for path in paths]
-    vectors = [member.vector for member in members]
-    check_same_base({member.path: member.vector.header for member in members})
-    names = [vector.header.name for vector in vectors]
-    if len(set(names)) < len(names):
-        raise UsageError(f"vectors of one name cannot be trimmed together: {', '.join(names)}")
-    floors = [_floor(vector, share) for vector in vectors]
-    kept: list[dict[str, torch.Tensor]] = [{} for _ in vectors]
-    for name in dict.fromkeys(name for vector in vectors for name in vector.names):
-        present = [n for n, vector in enumerate(vectors) if name in vector.names]
-        blocks = [_largest(_values(vectors[n], name), floors[n]) for n in present]
-        signs = elected_signs(blocks, Rules())
-        for number, block in zip(present, blocks, strict=True):
-            silence_(block, signs)
-            if block.any():
-                kept[number][name] = block
-    folder.mkdir(parents=True, exist_ok=True)
-    found = []
-    for vector, tensors in zip(vectors, kept, strict=True):
-        path = folder / f"{vector.header.name}.safetensors"
-        blocks_kept = tuple(
-            _info(info, tensors[info.name]) for info in vector.header.blocks if info.name in tensors
-        )
-        header = dataclasses.replace(vector.header, blocks=blocks_kept)
-        write_tensors(path, tensors, to_metadata(header))
-        found.append(str(path))
-    return found
-
-
-def _values(vector: StoredVector, name: str) -> torch.Tensor:
-    return storage.decode(vector.read(name)).float().clone()
-
-
-def _floor(vector: StoredVector, share: float) -> float:
-    """The magnitude from which on values are among the largest `share` of a vector."""
-    magnitudes = torch.cat([_values(vector, name).abs().flatten() for name in vector.names])
-    count = max(1, round(share * len(magnitudes)))
-    return magnitudes.kthvalue(len(magnitudes) - count + 1).values.item()
-
-
-def _largest(values: torch.Tensor, floor: float) -> torch.Tensor:
-    return values.masked_fill_(values.abs() < floor, 0.0)
-
-
-def _info(info: BlockInfo, values: torch.Tensor) -> BlockInfo:
-    norm = storage.norm(values)
-    return dataclasses.replace(info, storage="fp32", norm=norm, error=0.0, starts=())

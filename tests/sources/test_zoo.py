@@ -8,7 +8,7 @@ import pytest
 
 from atlas_cli.errors import UsageError
 from atlas_cli.sources.locate import WEIGHT_SUFFIXES, parse_reference
-from atlas_cli.sources.zoo import find_entries, read_zoo, same_task
+from atlas_cli.sources.zoo import find_entries, read_zoo
 
 SIZES = {"vit-b-32": 20, "vit-b-32/8": 8, "vit-b-16": 20, "vit-l-14": 20}
 SIZES |= {"vit-b-16-lora": 8, "vit-b-32/mar8": 8}
@@ -46,12 +46,6 @@ def test_the_sets_have_their_tasks():
     assert cars.file == "finetune/ViT-B-32/openai/Cars/full.pt"
     (mnist,) = find_entries("zoo:vit-l-14/mnist")
     assert mnist.repository == "tanganke/clip-vit-large-patch14_mnist"
-
-
-def test_one_task_is_known_by_several_names():
-    assert same_task("cars", "stanfordcars")
-    assert same_task("oxfordflowers102", "flowers102")
-    assert not same_task("mnist", "fashionmnist")
 
 
 def test_models_have_the_names_that_people_type():

@@ -11,7 +11,7 @@ from makers import write_moved_tiny
 from atlas_cli.core.storage import decode
 from atlas_cli.errors import UsageError
 from atlas_cli.vectors.format import open_checked
-from atlas_cli.vectors.pool import trim
+from atlas_cli.vectors.trim import trim
 
 
 def dense(path: Path | str) -> dict[str, torch.Tensor]:
