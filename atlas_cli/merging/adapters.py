@@ -20,8 +20,9 @@ from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
 from atlas_cli.models.adapters import Parts, lora_settings, parts_of
 from atlas_cli.models.lora import pairs_of, read_settings
-from atlas_cli.recipes.merge import Levels, Merge
+from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.merge_parameters import depths_of, resolve
+from atlas_cli.recipes.merge_parts import Levels
 from atlas_cli.sources.locate import Source
 
 CONFIG = "adapter_config.json"

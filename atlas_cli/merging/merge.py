@@ -339,7 +339,7 @@ def _gathered(
 
 def _pinned(merge: Merge, vectors: Sequence[GatheredVector]) -> Merge:
     """The merge with vectors by the names that stay true; as it is if all are plain files."""
-    from atlas_cli.recipes.merge_entries import VectorFile
+    from atlas_cli.recipes.learned import VectorFile
 
     if all(one.storage is None and one.commit is None for one in vectors):
         return merge

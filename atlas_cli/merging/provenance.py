@@ -121,6 +121,8 @@ def locked(merge: Merge, located: Mapping[str, Located], digests: Digests) -> di
         name: _by_kind(digests[name]) | ({"commit": commit} if commit else {})
         for name, commit in _named_sources(merge, located).items()
     }
+    if not merge.aliases:
+        return recipe
     from atlas_cli.recipes.merge_documents import with_places
 
     named: dict[str, Any] = with_places(recipe, merge.aliases)

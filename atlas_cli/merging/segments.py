@@ -24,8 +24,9 @@ from atlas_cli.models.language import (
     stacks_of,
     with_layers,
 )
-from atlas_cli.recipes.merge import Levels, Merge, Part, Range
+from atlas_cli.recipes.merge import Merge
 from atlas_cli.recipes.merge_parameters import depths_of, resolve
+from atlas_cli.recipes.merge_parts import Levels, Part, Range
 from atlas_cli.registry import MERGE_METHODS
 
 

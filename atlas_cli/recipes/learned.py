@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from atlas_cli.recipes.model import (
+    STORAGES,
     TABLE,
     TABLE_OR_TEXT,
     TEXT,
     Entry,
+    EntryOrText,
     Number,
     Recipe,
     SparseEntry,
     about,
+    one_of,
 )
 
 Coefficients = Annotated[
@@ -27,6 +30,20 @@ class VectorEntry(SparseEntry):
     file: str
     sha256: str
     storage: str | None = None
+
+
+class VectorFile(EntryOrText):
+    """A task vector: its file and, to be sure, its name and the file's sha256.
+
+    A recipe may write the file alone.
+    """
+
+    text_is = "file"
+
+    file: str
+    name: str | None = None
+    sha256: str | None = None
+    storage: Annotated[str, one_of(*STORAGES)] | None = None
 
 
 class HeadEntry(Entry):

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from atlas_cli.errors import UsageError
-from atlas_cli.recipes.learned import Coefficients, HeadEntry
+from atlas_cli.recipes.learned import Coefficients, HeadEntry, VectorFile
 from atlas_cli.recipes.merge_checks import (
     DTYPES,
-    SCOPES,
-    Group,
-    SourceCheck,
+    MERGEKIT_KEYS,
+    ReferenceCheck,
     dtype_problem,
-    groups_of,
+    effective_keys,
     idle_keys,
-    is_refused,
-    method_problem,
+    model_problems,
     refused_keys,
-    semantic_problems,
-    without_idle_keys,
 )
 from atlas_cli.recipes.merge_documents import in_order, name_of, with_places
 from atlas_cli.recipes.merge_entries import (
@@ -30,8 +27,8 @@ from atlas_cli.recipes.merge_entries import (
     ModuleEntry,
     Parameters,
     SliceEntry,
-    VectorFile,
 )
+from atlas_cli.recipes.merge_parts import Part, parts_of
 from atlas_cli.recipes.merge_tokenizer import TokenizerEntry, TokenizerWish, wish_of
 from atlas_cli.recipes.model import (
     Check,
@@ -40,10 +37,20 @@ from atlas_cli.recipes.model import (
     Recipe,
     about,
     in_schema,
+    method_problem,
     problems_of,
 )
-from atlas_cli.recipes.text import parse_documents
-from atlas_cli.registry import MERGE_METHODS, granularity_pattern
+from atlas_cli.recipes.text import parse_documents, table_problems
+from atlas_cli.registry import (
+    MERGE_METHODS,
+    find_granularity,
+    granularity_labels,
+    granularity_pattern,
+)
+
+# What is wrong with a reference to a model or to a task vector, each problem as a sentence.
+SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
+SCOPES = ("visual", "text", "all")
 
 Granularity = Annotated[str, Check(schema=lambda: {"pattern": granularity_pattern()})]
 Scope = Annotated[str, in_schema(enum=[*SCOPES])]
@@ -160,34 +167,77 @@ class MergeRecipe(Recipe):
 
     @classmethod
     def conflicts(cls, found: Mapping[str, Any], context: Any) -> Iterator[tuple[str, str]]:
-        return (("", line) for line in semantic_problems(found, context))
+        def check(kind: Literal["model", "vector"], reference: Any, where: str) -> list[str]:
+            known = context is None or not isinstance(reference, str)
+            return [] if known else [f"{where}: {line}" for line in context(kind, reference)]
+
+        lines = check("model", found.get("base_model"), ".base_model")
+        problems = _learned_problems if found.get("merge_method") == "atlas" else model_problems
+        return (("", line) for line in chain(lines, problems(found, check)))
 
 
-Range = tuple[int, int]
-Levels = tuple[Mapping[str, Any], ...]
+# Learned coefficients -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
-    """Models that are merged into some tensors of the result.
+def _learned_problems(found: Mapping[str, Any], check: ReferenceCheck) -> Iterator[str]:
+    for key in ("base_model", "vectors", "coefficients"):
+        if found.get(key) is None or (key == "base_model" and found[key] == ""):
+            yield f": key '{key}' is missing; merge_method atlas needs it"
+    for key in ("models", "slices", "modules", "parameters", "post", "tokenizer", "chat_template"):
+        if key in found:
+            yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
+    if found.get("vectors") == [] and not found.get("head"):
+        yield ".vectors: names no task vector"
+    yield from _head_problems(found.get("head"))
+    if found.get("linearised") is True:
+        yield (
+            ".linearised: these coefficients were learned for the first-order expansion of "
+            "the model, and no merged weights compute that; learn them without --linearised"
+        )
+    if found.get("scope", "visual") not in SCOPES:
+        yield f".scope: expected visual, text or all, found {found['scope']!r}"
+    kind = found.get("granularity", "block")
+    if isinstance(kind, str) and not find_granularity(kind):
+        yield f".granularity: expected {granularity_labels()}, found {kind!r}"
+    yield from _file_problems(found, check)
 
-    `models` come with their tables of parameters, the most special first. `base` is None for a
-    method that has no use for one. `ranges` are the layers that each model gives; without them
-    every tensor is merged with the one of the same name. `place` is where the recipe says so.
-    """
 
-    place: str
-    module: str | None
-    method: str
-    base: str | None
-    models: tuple[tuple[str, Levels], ...]
-    levels: Levels
-    ranges: Mapping[str, Range] | None = None
+def _head_problems(head: object) -> Iterator[str]:
+    if not isinstance(head, dict):
+        return
+    file, data = head.get("file"), head.get("data")
+    if (file is None) == (data is None):
+        yield ".head: expected either 'file' or 'data'"
+    if isinstance(file, str) and not _is_file(file):
+        yield f".head: no such file: {file}"
 
-    @property
-    def references(self) -> tuple[str, ...]:
-        """The base, if there is one, and the models."""
-        return (*([self.base] if self.base else []), *(model for model, _ in self.models))
+
+def _file_problems(found: Mapping[str, Any], check: ReferenceCheck) -> Iterator[str]:
+    entries = found.get("vectors")
+    for entry in entries if isinstance(entries, list) else []:
+        file = entry.get("file") if isinstance(entry, dict) else entry
+        if isinstance(file, str):
+            yield from check("vector", file, ".vectors")
+    table = found.get("coefficients")
+    if isinstance(table, str) and not _is_file(table):
+        yield f".coefficients: no such file: {table}"
+    if isinstance(table, dict):
+        numbers = {
+            vector: {label: value for label, value in row.items() if isinstance(value, float)}
+            for vector, row in table.items()
+            if isinstance(row, dict)
+        }
+        yield from table_problems(numbers, ".coefficients")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError):  # too long for a path, or the home of nobody
+        return False
+
+
+# Merges ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,12 +338,15 @@ def read_merge(
 def _read_one(
     found: Mapping[Any, Any], where: str, check_source: SourceCheck | None, *, strict: bool
 ) -> Merge:
-    idle = idle_keys(found)
-    lines = [f"{where}.{path}: has no effect here" for path in idle] if strict else []
-    known = without_idle_keys(found)
-    rest = {key: value for key, value in known.items() if not is_refused(key)}
+    rest = dict(found)
+    idle: tuple[str, ...] = ()
+    lines: list[str] = []
+    if found.keys() & MERGEKIT_KEYS:
+        rest, idle = effective_keys(found), idle_keys(found)
+        lines += [f"{where}.{path}: has no effect here" for path in idle] if strict else []
+        lines += refused_keys(found, where)
     problems = problems_of(MergeRecipe, rest, where, check_source)
-    lines += [*refused_keys(found, where), *problems.structure, *problems.values]
+    lines += [*problems.structure, *problems.values]
     if lines:
         raise UsageError(*dict.fromkeys(lines))
     return replace(_normal(MergeRecipe.model_validate(rest), rest), idle=idle)
@@ -301,32 +354,9 @@ def _read_one(
 
 def _normal(recipe: MergeRecipe, raw: Mapping[str, Any]) -> Merge:
     """Parts in the order of the result's layers; a recipe for task vectors has none."""
-    parts = tuple(_part(group) for group in groups_of(raw))
+    parts = parts_of(raw) if recipe.merge_method != "atlas" else ()
     first = parts[0].references[0] if parts else ""
     return Merge(recipe.merge_method, recipe.base_model or first, parts, recipe, raw)
-
-
-def _part(group: Group) -> Part:
-    levels = tuple(table or {} for table, _ in group.levels)
-    use, base = MERGE_METHODS[group.method].base, group.base
-    listed = [(e["model"], (e.get("parameters") or {}, *levels)) for e in group.listed]
-    if use == "no" and base and not group.sliced and base not in [model for model, _ in listed]:
-        listed.append((base, levels))
-    ranges: dict[str, Range] = {}
-    if group.sliced:
-        ranges = {e["model"]: (e["layer_range"][0], e["layer_range"][1]) for e in group.listed}
-    kept = base if use != "no" else None
-    if kept and group.sliced:  # a base that is not listed gives the layers of the first source
-        ranges.setdefault(kept, next(iter(ranges.values())))
-    return Part(
-        group.place.removeprefix(".").removesuffix(".sources"),
-        group.module,
-        group.method,
-        kept,
-        tuple(one for one in listed if use == "no" or one[0] != base),
-        levels,
-        ranges if group.sliced else None,
-    )
 
 
 def split_adapter(reference: str) -> tuple[str, str | None]:

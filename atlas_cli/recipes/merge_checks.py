@@ -1,32 +1,38 @@
-"""What is wrong with the recipe of a merge beyond types: methods, parameters, models, vectors.
+"""What is wrong with a recipe that merges models, beyond types: methods, parameters, slices.
 
 Nothing is opened. Lines begin with the path of the value, such as `.models[0].model: `.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from atlas_cli.errors import nearest
 from atlas_cli.recipes.merge_parameters import idle_parameters, parameter_problems
+from atlas_cli.recipes.merge_parts import Group, groups_of
 from atlas_cli.recipes.merge_tokenizer import tokenizer_problems, tokenizer_sources
-from atlas_cli.recipes.text import table_problems
-from atlas_cli.registry import MERGE_METHODS, POST_STEPS, find_granularity, granularity_labels
+from atlas_cli.recipes.model import method_problem
+from atlas_cli.registry import MERGE_METHODS, POST_STEPS
 
 if TYPE_CHECKING:
     from atlas_cli.merge_methods.method import MergeMethod
 
-# What is wrong with a reference to a model or to a task vector, each problem as a sentence.
-SourceCheck = Callable[[Literal["model", "vector"], str], Sequence[str]]
+# What is wrong with a reference: a line for each problem, which begins with the path given last.
+ReferenceCheck = Callable[[Literal["model", "vector"], Any, str], Iterable[str]]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-SCOPES = ("visual", "text", "all")
 _OURS = ("vectors", "coefficients", "granularity", "groups", "linearised", "scope", "head")
+
+
+# Keys that mergekit knows and atlas has no use for --------------------------------------------
+
 _EXPERTS = "mergekit-moe builds mixtures of experts; atlas merges models into one of the same shape"
 _REFUSED = dict.fromkeys(("experts", "gate_mode", "experts_per_token", "shared_experts"), _EXPERTS)
+_IDLE = ("name", "embed_slerp", "random_seed")
+_IDLE_IN_SLICES = ("residual_weight",)
+# A recipe without any of these keys has nothing that is idle or refused.
+MERGEKIT_KEYS = frozenset(("models", "slices", "modules", *_IDLE, *_REFUSED))
 
 
 def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
@@ -36,20 +42,9 @@ def refused_keys(found: Mapping[Any, Any], where: str) -> Iterator[str]:
             yield f"{where}: '{key}' is not supported: {what}"
 
 
-def is_refused(key: object) -> bool:
-    """Whether mergekit knows a key and atlas does not support it."""
-    return key in _REFUSED
-
-
-# What has no effect ---------------------------------------------------------------------------
-
-_IDLE = ("name", "embed_slerp", "random_seed")
-_IDLE_IN_SLICES = ("residual_weight",)
-
-
-def without_idle_keys(found: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The recipe without keys that mean nothing."""
-    kept = {key: value for key, value in found.items() if key not in _IDLE}
+def effective_keys(found: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The recipe without keys that mean nothing or are not supported."""
+    kept = {key: value for key, value in found.items() if key not in (*_IDLE, *_REFUSED)}
     if isinstance(slices := kept.get("slices"), list):
         kept["slices"] = [
             {key: value for key, value in part.items() if key not in _IDLE_IN_SLICES}
@@ -82,15 +77,7 @@ def idle_keys(found: Mapping[Any, Any]) -> tuple[str, ...]:
     return (*keys, *(path.removeprefix(".") for path in idle))
 
 
-# Methods and dtypes ---------------------------------------------------------------------------
-
-
-def method_problem(method: str) -> str | None:
-    """What is wrong with the name of a method."""
-    if method in MERGE_METHODS:
-        return None
-    listed = f"(there are: {', '.join(MERGE_METHODS)})"
-    return f"unknown method '{method}'{nearest(method, MERGE_METHODS)} {listed}"
+# Dtypes ---------------------------------------------------------------------------------------
 
 
 def long_dtype(name: str) -> str:
@@ -107,16 +94,28 @@ def dtype_problem(name: str) -> str | None:
     return f"expected {', '.join(DTYPES)}, found '{name}'{nearest(name, DTYPES)}"
 
 
-def semantic_problems(found: Mapping[str, Any], check_source: SourceCheck | None) -> Iterator[str]:
+# Models ---------------------------------------------------------------------------------------
+
+
+def model_problems(found: Mapping[str, Any], check: ReferenceCheck) -> Iterator[str]:
     """What is wrong with values together. Parts of the wrong type are left to the model."""
-    check = check_source or (lambda kind, text: ())
-    yield from _reference_problems(found.get("base_model"), ".base_model", check)
-    method = found.get("merge_method")
-    if method == "atlas":
-        yield from _learned_problems(found, check)
-    else:
-        yield from _model_problems(found, check)
-        yield from _post_problems(found)
+    for key in _OURS:
+        if key in found:
+            yield f": '{key}' belongs to merge_method atlas"
+    groups = list(groups_of(found))
+    models = [entry.get("model") for group in groups for entry in group.listed]
+    named = {name for name in (*models, found.get("base_model")) if isinstance(name, str)}
+    yield from tokenizer_problems(found, list(named))
+    for source, where in tokenizer_sources(found):
+        yield from check("model", source, where)
+    yield from _choice_problems(found, "")
+    modules = found.get("modules")
+    for name, module in (modules if isinstance(modules, dict) else {}).items():
+        if isinstance(module, dict):
+            yield from _choice_problems(module, f".modules.{name}")
+    for group in groups:
+        yield from _group_problems(group, found, check)
+    yield from _post_problems(found)
 
 
 def _post_problems(found: Mapping[str, Any]) -> Iterator[str]:
@@ -139,87 +138,6 @@ def _post_problems(found: Mapping[str, Any]) -> Iterator[str]:
             yield from parameter_problems(given, known, f".post.{name}")
 
 
-def _reference_problems(text: object, where: str, check: SourceCheck) -> Iterator[str]:
-    if isinstance(text, str):
-        yield from (f"{where}: {problem}" for problem in check("model", text))
-
-
-# Learned coefficients -------------------------------------------------------------------------
-
-
-def _learned_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
-    for key in ("base_model", "vectors", "coefficients"):
-        if found.get(key) is None or (key == "base_model" and found[key] == ""):
-            yield f": key '{key}' is missing; merge_method atlas needs it"
-    for key in ("models", "slices", "modules", "parameters", "post", "tokenizer", "chat_template"):
-        if key in found:
-            yield f": '{key}' has no meaning with merge_method atlas; it has vectors"
-    if found.get("vectors") == [] and not found.get("head"):
-        yield ".vectors: names no task vector"
-    yield from _head_problems(found.get("head"))
-    if found.get("linearised") is True:
-        yield (
-            ".linearised: these coefficients were learned for the first-order expansion of "
-            "the model, and no merged weights compute that; learn them without --linearised"
-        )
-    if found.get("scope", "visual") not in SCOPES:
-        yield f".scope: expected visual, text or all, found {found['scope']!r}"
-    kind = found.get("granularity", "block")
-    if isinstance(kind, str) and not find_granularity(kind):
-        yield f".granularity: expected {granularity_labels()}, found {kind!r}"
-    yield from _file_problems(found, check)
-
-
-def _head_problems(head: object) -> Iterator[str]:
-    if not isinstance(head, dict):
-        return
-    file, data = head.get("file"), head.get("data")
-    if (file is None) == (data is None):
-        yield ".head: expected either 'file' or 'data'"
-    if isinstance(file, str) and not _is_file(file):
-        yield f".head: no such file: {file}"
-
-
-def _file_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
-    entries = found.get("vectors")
-    for entry in entries if isinstance(entries, list) else []:
-        file = entry.get("file") if isinstance(entry, dict) else entry
-        if isinstance(file, str):
-            yield from (f".vectors: {problem}" for problem in check("vector", file))
-    table = found.get("coefficients")
-    if isinstance(table, str) and not _is_file(table):
-        yield f".coefficients: no such file: {table}"
-    if isinstance(table, dict):
-        numbers = {
-            vector: {label: value for label, value in row.items() if isinstance(value, float)}
-            for vector, row in table.items()
-            if isinstance(row, dict)
-        }
-        yield from table_problems(numbers, ".coefficients")
-
-
-# Models ---------------------------------------------------------------------------------------
-
-
-def _model_problems(found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
-    for key in _OURS:
-        if key in found:
-            yield f": '{key}' belongs to merge_method atlas"
-    groups = list(groups_of(found))
-    models = [entry.get("model") for group in groups for entry in group.listed]
-    named = {name for name in (*models, found.get("base_model")) if isinstance(name, str)}
-    yield from tokenizer_problems(found, list(named))
-    for source, where in tokenizer_sources(found):
-        yield from _reference_problems(source, where, check)
-    yield from _choice_problems(found, "")
-    modules = found.get("modules")
-    for name, module in (modules if isinstance(modules, dict) else {}).items():
-        if isinstance(module, dict):
-            yield from _choice_problems(module, f".modules.{name}")
-    for group in groups:
-        yield from _group_problems(group, found, check)
-
-
 def _choice_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
     """A table lists models in one of several ways."""
     ways = ("models", "slices") if where else ("models", "slices", "modules")
@@ -231,10 +149,10 @@ def _choice_problems(found: Mapping[str, Any], where: str) -> Iterator[str]:
         yield f"{where}.{given[0]}: is empty"
 
 
-def _group_problems(group: Group, found: Mapping[str, Any], check: SourceCheck) -> Iterator[str]:
+def _group_problems(group: Group, found: Mapping[str, Any], check: ReferenceCheck) -> Iterator[str]:
     above = group.place.removesuffix(".sources")
     if group.base is not found.get("base_model"):
-        yield from _reference_problems(group.base, f"{above}.base_model", check)
+        yield from check("model", group.base, f"{above}.base_model")
     if group.method is not found.get("merge_method") and isinstance(group.method, str):
         wrong = method_problem(group.method)
         wrong = wrong or ("'atlas' merges no slices" if group.method == "atlas" else None)
@@ -242,7 +160,7 @@ def _group_problems(group: Group, found: Mapping[str, Any], check: SourceCheck) 
     for number, entry in enumerate(group.entries):
         if isinstance(entry, dict):
             where = f"{group.place}[{number}]"
-            yield from _reference_problems(entry.get("model"), f"{where}.model", check)
+            yield from check("model", entry.get("model"), f"{where}.model")
     if group.sliced:
         yield from _range_problems(group)
     row = MERGE_METHODS.get(group.method) if isinstance(group.method, str) else None
@@ -313,69 +231,3 @@ def _value_problems(group: Group, row: MergeMethod) -> Iterator[str]:
         for key, parameter in row.per_model.items():
             if parameter.default is None and key not in general:
                 yield f"{group.place}: base_model {base} is not listed, so it has no '{key}'"
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).expanduser().is_file()
-    except (OSError, RuntimeError):  # too long for a path, or the home of nobody
-        return False
-
-
-# Where a recipe lists models: `models`, every slice of `slices`, and both in `modules` -----------
-
-
-@dataclass(frozen=True)
-class Group:
-    """Models that are merged with each other.
-
-    `place` is the path of their list, `module` the part of the model that they give. `levels` are
-    tables of parameters for all of them, each with its path, the most special first.
-    """
-
-    place: str
-    entries: list[Any]
-    levels: tuple[tuple[Any, str], ...]
-    base: Any
-    method: Any
-    module: str | None = None
-    sliced: bool = False
-
-    @property
-    def listed(self) -> list[Mapping[str, Any]]:
-        """The entries that are tables."""
-        return [entry for entry in self.entries if isinstance(entry, dict)]
-
-
-def groups_of(found: Mapping[str, Any]) -> Iterator[Group]:
-    """Every group of models of a recipe, in the order of the result's layers."""
-    general = ((found.get("parameters"), ".parameters"),)
-    yield from _groups_in(found, None, general, found)
-    for name, module in _table(found.get("modules")).items():
-        if isinstance(module, dict):
-            levels = ((module.get("parameters"), f".modules.{name}.parameters"), *general)
-            yield from _groups_in(module, name, levels, found)
-
-
-def _groups_in(
-    table: Mapping[str, Any],
-    module: str | None,
-    levels: tuple[tuple[Any, str], ...],
-    found: Mapping[str, Any],
-) -> Iterator[Group]:
-    base, method = found.get("base_model"), found.get("merge_method")
-    place = f".modules.{module}" if module is not None else ""
-    if isinstance(table.get("models"), list):
-        yield Group(f"{place}.models", table["models"], levels, base, method, module)
-        return
-    slices = table.get("slices")
-    for number, part in enumerate(slices if isinstance(slices, list) else []):
-        if isinstance(part, dict) and isinstance(part.get("sources"), list):
-            path = f"{place}.slices[{number}]"
-            own = ((part.get("parameters"), f"{path}.parameters"), *levels)
-            whose = part.get("base_model") or base, part.get("merge_method") or method
-            yield Group(f"{path}.sources", part["sources"], own, *whose, module, sliced=True)
-
-
-def _table(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, dict) else {}

@@ -1,12 +1,10 @@
-"""The tables inside a merge recipe: models, slices, modules, vectors, and what was locked."""
+"""The tables inside a merge recipe: models, slices, modules, and what was locked."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import model_validator
-
-from atlas_cli.recipes.model import STORAGES, Entry, in_schema, one_of, wrong_kind
+from atlas_cli.recipes.model import Entry, in_schema
 
 Parameters = dict[str, Any] | None  # what may be in them depends on the method: see merge_checks
 
@@ -41,31 +39,6 @@ class ModuleEntry(Entry):
     models: list[ModelEntry] | None = None
     slices: list[SliceEntry] | None = None
     parameters: Parameters = None
-
-
-class VectorFile(Entry):
-    """A task vector: its file and, to be sure, its name and the file's sha256.
-
-    A recipe may write the file alone.
-    """
-
-    file: str
-    name: str | None = None
-    sha256: str | None = None
-    storage: Annotated[str, one_of(*STORAGES)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, found: Any) -> Any:
-        if not isinstance(found, str | dict | VectorFile):
-            raise wrong_kind("keys and values or str")
-        return {"file": found} if isinstance(found, str) else found
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        entry = handler.resolve_ref_schema(handler(schema))
-        del entry["description"]
-        return {"anyOf": [{"type": "string"}, entry]}
 
 
 class LockedEntry(Entry):

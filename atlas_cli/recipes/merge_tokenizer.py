@@ -7,37 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
-
 from atlas_cli.errors import nearest
 from atlas_cli.recipes.chat_templates import CHAT_TEMPLATES
-from atlas_cli.recipes.model import Entry, Positive, wrong_kind
+from atlas_cli.recipes.model import Entry, EntryOrText, Positive
 
 BASE, UNION = "base", "union"
 _KINDS = ("model_token", "zero")
 TEMPLATES = ("auto", *CHAT_TEMPLATES)
 
 
-class TokenSource(Entry):
+class TokenSource(EntryOrText):
     """`model_token`: the row of a token, by its text or its id, in a model; `zero`: zeros."""
+
+    text_is = "model"
+    text_means = {"kind": "model"}
 
     kind: str
     model: str | None = None
     token: str | None = None
     token_id: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, found: Any) -> Any:
-        if not isinstance(found, str | dict | TokenSource):
-            raise wrong_kind("keys and values or str")
-        return {"kind": "model", "model": found} if isinstance(found, str) else found
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        entry = handler.resolve_ref_schema(handler(schema))
-        del entry["description"]
-        return {"anyOf": [{"type": "string"}, entry]}
 
 
 class TokenEntry(Entry):

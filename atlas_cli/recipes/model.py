@@ -35,6 +35,7 @@ from atlas_cli.recipes.problems import CONFLICT, FINITE, KIND, VALUE, Problems, 
 from atlas_cli.recipes.text import parse_mapping
 from atlas_cli.registry import (
     GRANULARITIES,
+    MERGE_METHODS,
     OBJECTIVES,
     find_granularity,
     granularity_labels,
@@ -232,6 +233,14 @@ def objective_of(command: str) -> Check:
     return Check(problem, lambda: {"enum": objectives_of(command)})
 
 
+def method_problem(method: str) -> str | None:
+    """What is wrong with the name of a merge method."""
+    if method in MERGE_METHODS:
+        return None
+    listed = f"(there are: {', '.join(MERGE_METHODS)})"
+    return f"unknown method '{method}'{nearest(method, MERGE_METHODS)} {listed}"
+
+
 class Entry(BaseModel):
     """A part of a recipe: strict types, no other keys, and no changes."""
 
@@ -244,6 +253,26 @@ class SparseEntry(Entry):
     @model_serializer(mode="wrap")
     def _without_blanks(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in handler(self).items() if value is not None}
+
+
+class EntryOrText(Entry):
+    """A part of a recipe for which a text may stand: the value of one key, beside `text_means`."""
+
+    text_is: ClassVar[str]
+    text_means: ClassVar[Mapping[str, Any]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, found: Any) -> Any:
+        if not isinstance(found, str | dict | cls):
+            raise wrong_kind("keys and values or str")
+        return {**cls.text_means, cls.text_is: found} if isinstance(found, str) else found
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        entry = handler.resolve_ref_schema(handler(schema))
+        del entry["description"]
+        return {"anyOf": [{"type": "string"}, entry]}
 
 
 class Recipe(Entry):
