@@ -60,7 +60,8 @@ def idle_keys(found: Mapping[Any, Any]) -> tuple[str, ...]:
     keys = [key for key in _IDLE if key in found]
     slices = found.get("slices")
     for number, part in enumerate(slices if isinstance(slices, list) else []):
-        keys += [f"slices[{number}].{key}" for key in _IDLE_IN_SLICES if key in part]
+        known = part if isinstance(part, dict) else {}
+        keys += [f"slices[{number}].{key}" for key in _IDLE_IN_SLICES if key in known]
     tables: dict[str, list[set[str]]] = {}  # what is idle in a table, for each group that reads it
     for group in groups_of(found):
         row = MERGE_METHODS.get(group.method) if isinstance(group.method, str) else None

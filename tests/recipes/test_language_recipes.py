@@ -45,6 +45,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
         STACK + "- {source: [{model: ./m, layer_range: [0, 2]}]}",
         ["slices[0]: unknown key 'source'; did you mean 'sources'?", "key 'sources' is missing"],
     ),
+    "a slice that is a number": (
+        "merge_method: passthrough\nslices: [1]",
+        ["slices[0]: expected keys and values, found int"],
+    ),
     "no slices": ("merge_method: passthrough\nslices: []", ["slices: is empty"]),
     "several models to pass through": (
         STACK + "- sources: [{model: ./m, layer_range: [0, 2]}, {model: ./n, layer_range: [0, 2]}]",
