@@ -29,12 +29,11 @@ from few_shot import CONTROL, TARGETS, make_vectors, table, vector_file
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.add import Adding
-from atlas_cli.learning.baselines import merged
+from atlas_cli.learning.baselines import merged, search_tables
 from atlas_cli.learning.batches import score
 from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.negate import Negating
 from atlas_cli.learning.run import LearningVerb, RunOptions, prepare
-from atlas_cli.learning.selection import search_tables
 from atlas_cli.learning.setup import PreparedRun
 from atlas_cli.recipes.learning import AddRecipe, NegateRecipe
 from atlas_cli.recipes.merge_parameters import parse_merge

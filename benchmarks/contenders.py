@@ -21,12 +21,13 @@ import atlas_cli
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import AtlasError
+from atlas_cli.learning.baselines import search_tables
 from atlas_cli.learning.batches import score
 from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.heads import head_score
 from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import RunOptions, prepare
-from atlas_cli.learning.selection import Selection, search_tables
+from atlas_cli.learning.selection import Selection
 from atlas_cli.learning.setup import PreparedRun
 from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.model import check_recipe

@@ -1,4 +1,4 @@
-"""Accuracies to report beside learning: of uniform scales, merges and own models."""
+"""What learning is compared with: the best uniform scale, merges, and each task's own model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from atlas_cli.core.losses import Classifier
 from atlas_cli.core.storage import decode
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import predict, score
-from atlas_cli.learning.selection import policy_for, search_tables
+from atlas_cli.learning.loop import Objective
+from atlas_cli.learning.selection import Fold, Selection, policy_for
 from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
@@ -20,6 +21,18 @@ from atlas_cli.recipes.learning import parse_individual
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
 from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import MERGE_METHODS
+
+
+def search_tables(objective: Objective, fold: Fold, tables: Iterable[torch.Tensor]) -> Selection:
+    """The best of some tables by what scores a fold; zero if none of them is better."""
+    zero = torch.zeros_like(objective.start)
+    before = objective.judge(fold, zero)
+    best, after = zero, before
+    for table in tables:
+        found = objective.judge(fold, table)
+        if found.valid and found > after:
+            best, after = table, found
+    return Selection(best, before, after)
 
 
 def accuracies(

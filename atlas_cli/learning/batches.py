@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,10 @@ from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
-from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:
-    from atlas_cli.core.adapters import Head
-    from atlas_cli.learning.selection import Fold, Score, Selection
-    from atlas_cli.learning.setup import PreparedRun
+    from atlas_cli.learning.selection import Fold, Score
 
 _SCORED_AT_ONCE = 256
 
@@ -296,88 +293,3 @@ class LabelledObjective:
 
     def training_data(self, fold: Fold) -> LabelledData:
         return LabelledData(self.tasks, fold.train, self.training)
-
-
-# Every class ----------------------------------------------------------------------------------
-
-
-class ClassAccuracy(TypedDict):
-    """A class: how many images it has, and how many percent of them are recognised."""
-
-    images: int
-    zero_shot: float
-    learned: float
-
-
-class TaskClasses(TypedDict):
-    """The classes of a task, and in words which images were looked at."""
-
-    task: str
-    on: str
-    classes: dict[str, ClassAccuracy]
-
-
-def by_class(ready: PreparedRun, selection: Selection) -> list[TaskClasses]:
-    """Zero-shot and with what was learned, for every class of every task that has images."""
-    setup = ready.setup
-    chosen = [_images(ready, task) for task in range(len(setup.tasks))]
-    before = _hits(ready, setup.table(), setup.heads, chosen)
-    heads = (selection.head,) if selection.head else setup.heads
-    after = _hits(ready, selection.coefficients, heads, chosen)
-    return [
-        {
-            "task": ready.inputs.datasets[task].name,
-            "on": words,
-            "classes": _classes(pixels, indices, before[task], after[task]),
-        }
-        for task, (pixels, indices, words) in enumerate(chosen)
-    ]
-
-
-_Chosen = tuple[Pixels, Sequence[int], str]
-
-
-def _images(ready: PreparedRun, task: int) -> _Chosen:
-    """The images that score a task; where only folds are scored, those that it learned from."""
-    setup = ready.setup
-    if setup.judges:
-        pixels = setup.judges[task]
-        count = len(pixels.dataset.samples)
-        return pixels, range(count), f"{count} images of {pixels.dataset.name} to select on"
-    pixels, fold = setup.tasks[task], ready.policy.folds[-1]
-    everything = range(len(pixels.dataset.samples))
-    indices = everything if fold.scored_on is None else fold.scored_on[task]
-    held = set(indices).isdisjoint(fold.train[task])
-    words = "images held out" if held else "images that it learned from"
-    return pixels, indices, f"{len(indices)} {words}"
-
-
-def _hits(
-    ready: PreparedRun,
-    coefficients: torch.Tensor,
-    heads: Sequence[torch.Tensor | Head],
-    chosen: Sequence[_Chosen],
-) -> list[torch.Tensor]:
-    model = ready.setup.model
-    model.load(coefficients)
-    found = []
-    for (pixels, indices, _), head in zip(chosen, heads, strict=True):
-        with model.features_for(head):
-            found.append(hits(predict(model, pixels, indices, head), pixels.labels[list(indices)]))
-    return found
-
-
-def _classes(
-    pixels: Pixels, indices: Sequence[int], before: torch.Tensor, after: torch.Tensor
-) -> dict[str, ClassAccuracy]:
-    labels = pixels.labels[list(indices)]
-    found: dict[str, ClassAccuracy] = {}
-    for number, name in enumerate(pixels.dataset.classes):
-        members = labels == number
-        if count := int(members.sum().item()):
-            found[name] = {
-                "images": count,
-                "zero_shot": as_percent(before[members].sum().item() / count),
-                "learned": as_percent(after[members].sum().item() / count),
-            }
-    return found

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.fit import FitRecipe
     from atlas_cli.recipes.learned import LearnedRecipe
 
-_FOLDS = 3  # of cross-validation that chooses a head
 _SCORED = {
     "last": "on the images that it learned from",
     "holdout": "on images held out",
@@ -79,15 +78,22 @@ class Fitting(LearningVerb):
         """Cross-entropy on the images of one task."""
         from atlas_cli.learning.basis import singular_start, singular_training
         from atlas_cli.learning.batches import LabelledObjective, TaskData
-        from atlas_cli.learning.heads import JOINT, AutoObjective, attach, check_adapter, headed
-        from atlas_cli.learning.selection import policy_for, validated
+        from atlas_cli.learning.heads import (
+            JOINT,
+            AutoObjective,
+            attach,
+            check_adapter,
+            headed,
+            validated,
+        )
+        from atlas_cli.learning.selection import policy_for
         from atlas_cli.learning.setup import training_of
 
         recipe, start = self.recipe, setup.table()
         head: Classifier = setup.heads[0]
         auto, singular = recipe.adapter == "auto", bool(recipe.basis and recipe.basis[:3] == "svd")
         policy = (
-            validated(setup.tasks, recipe.seed, _FOLDS)
+            validated(setup.tasks, recipe.seed)
             if auto
             else policy_for(self._select, setup.tasks, recipe.seed)
         )

@@ -23,7 +23,14 @@ from atlas_cli.learning.batches import (
     score_of,
 )
 from atlas_cli.learning.run_folder import RunFolder
-from atlas_cli.learning.selection import Fold, Score, Selection
+from atlas_cli.learning.selection import (
+    Fold,
+    Policy,
+    Score,
+    Scoring,
+    Selection,
+    validation_folds,
+)
 from atlas_cli.learning.setup import Setup, layout_of, placed_labels
 from atlas_cli.learning.tuned_vector import write_tuned
 from atlas_cli.models.headed import HeadedModel, projection_name
@@ -32,6 +39,7 @@ from atlas_cli.recipes.learned import HeadEntry, LearnedRecipe, VectorEntry
 from atlas_cli.registry import ADAPTERS
 
 _CLEARLY = 1.5  # standard errors
+_FOLDS = 3  # of cross-validation that chooses a head
 FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run
 
 
@@ -108,6 +116,33 @@ JOINT = "probe"  # what `auto` trains with the coefficients
 KEPT, PLAIN = "joint", "text"  # candidates beside refitted heads: that head, and the zero-shot head
 _REFITTED = ("probe", "lpp", "tip-f")
 Candidate = tuple[bool, str]  # with coefficients or on the base, and the head
+
+
+@dataclass(frozen=True)
+class Validated(Policy):
+    """Score what a training pass comes to on folds, then train on everything as long."""
+
+    validation: tuple[Fold, ...]
+    final: Fold
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        return (*self.validation, self.final)
+
+    def keeps(self, found: Score, before: Sequence[Score]) -> bool:
+        """Never: the folds only tell how well it goes."""
+        return False
+
+    @property
+    def backtracks(self) -> bool:
+        return False
+
+
+def validated(tasks: Sequence[Pixels], seed: int) -> Validated:
+    """Folds that are scored at their end; none if a class has one image."""
+    everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
+    folds = validation_folds(tasks, seed, _FOLDS, Scoring.AT_END)
+    return Validated(folds, Fold("all", everything, None, Scoring.NEVER))
 
 
 def candidates() -> list[Candidate]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.tested import TestScore
+    from atlas_cli.learning.selection import TestScore
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
 
@@ -54,3 +54,19 @@ class LearningResult:
 
     def __str__(self) -> str:
         return self.text
+
+
+class ClassAccuracy(TypedDict):
+    """A class: how many images it has, and how many percent of them are recognised."""
+
+    images: int
+    zero_shot: float
+    learned: float
+
+
+class TaskClasses(TypedDict):
+    """The classes of a task, and in words which images were looked at."""
+
+    task: str
+    on: str
+    classes: dict[str, ClassAccuracy]

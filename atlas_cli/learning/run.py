@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 
     from atlas_cli.learning.loop import Checkpoint, Objective, Step
     from atlas_cli.learning.run_folder import RunFolder
-    from atlas_cli.learning.selection import Policy, Selection
+    from atlas_cli.learning.selection import Policy, Selection, TestScore
     from atlas_cli.learning.setup import PreparedRun, Setup
-    from atlas_cli.learning.tested import TestScore
     from atlas_cli.models.clip import Opening
     from atlas_cli.recipes.finetune import FinetuneRecipe
     from atlas_cli.recipes.learned import LearnedRecipe
@@ -256,6 +255,7 @@ def learn(
     """
     with prepare(verb, options, on_event) as ready:
         from atlas_cli.learning.run_folder import open_folder
+        from atlas_cli.learning.selection import score_test_images
 
         on_event(Planned(*ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
@@ -270,10 +270,10 @@ def learn(
                 report = verb.report(ready, selection, brief=stopped)
                 tested: tuple[TestScore, ...] = ()
                 if folder and verb.labelled and not stopped:
-                    from atlas_cli.learning.tested import test_run
-
                     on_event(PhaseStarted("scoring test images"))
-                    tested = test_run(ready, selection, folder)
+                    found = score_test_images(ready, selection)
+                    folder.write_images(ready.inputs.datasets, found)
+                    tested = tuple(one.score for one in found)
                 return _finished(verb, ready, folder, selection, report, tested, stopped=stopped)
             except AtlasError:
                 if folder:
@@ -291,7 +291,7 @@ def _selected(
 ) -> Selection:
     """The coefficients that training or a search finds."""
     from atlas_cli.learning.loop import CoefficientTrainer, train
-    from atlas_cli.learning.selection import Selection, search_tables
+    from atlas_cli.learning.selection import Selection
 
     if not verb.trains:
         fold = ready.policy.folds[0]
@@ -299,6 +299,7 @@ def _selected(
         scored = fold.scored_on is not None or ready.setup.judges
         return Selection(zero, ready.objective.judge(fold, zero) if scored else None, None)
     if verb.recipe.method == "search":
+        from atlas_cli.learning.baselines import search_tables
 
         def tried() -> Iterator[torch.Tensor]:
             for table in verb.scales(ready):
@@ -342,7 +343,7 @@ def _finished(
     stopped: bool,
 ) -> LearningResult:
     """The result, also in the folder: there with every class, if there are labels and time."""
-    from atlas_cli.learning.batches import by_class
+    from atlas_cli.learning.selection import by_class
 
     recorded = {
         "unit": UNIT,

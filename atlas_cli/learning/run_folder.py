@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, write_text
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions
+    from atlas_cli.learning.selection import Tested
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
 _IMAGES = "images.jsonl"  # that were learned from or tested on, with predictions
+_SHOTS = 48  # images of a task that are remembered as learned from
 TRIMMED = "trimmed"  # vectors that were made for the run
 _RESULTS = (
     *(_STATE, _METRICS, _RECIPE, _RESULT, _IMAGES),
@@ -130,9 +133,10 @@ class RunFolder:
         with _explained(self.folder):
             write_text(self.folder / _RESULT, text)
 
-    def write_images(self, lines: Iterable[str]) -> None:
+    def write_images(self, shown: Iterable[Dataset], tested: Iterable[Tested]) -> None:
         """Write which images were learned from, and what is predicted for test images."""
-        text = "".join(lines)
+        shots = [line for dataset in shown for line in _shot_lines(dataset)]
+        text = "".join([*shots, *_prediction_lines(tested)])
         with _explained(self.folder):
             if text:
                 write_text(self.folder / _IMAGES, text)
@@ -151,6 +155,26 @@ class RunFolder:
         self.lock.release()
         if self.made and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+
+def _shot_lines(dataset: Dataset) -> Iterator[str]:
+    """One JSON object for some of the images that were learned from."""
+    for sample in draw_samples(dataset.samples, _SHOTS):
+        yield _line(dataset, sample, {})
+
+
+def _prediction_lines(tested: Iterable[Tested]) -> Iterator[str]:
+    """One JSON object per test image: its class, and what is predicted before and after."""
+    for one in tested:
+        names, data = one.dataset.classes, one.dataset
+        for sample, before, after in zip(data.samples, one.before, one.after, strict=True):
+            yield _line(data, sample, {"zero_shot": names[before], "learned": names[after]})
+
+
+def _line(dataset: Dataset, sample: Sample, predicted: Mapping[str, str]) -> str:
+    label = dataset.classes[sample.label or 0]
+    row = {"data": dataset.name, "split": dataset.split, "image": sample.key, "label": label}
+    return json.dumps({**row, **predicted}, ensure_ascii=False) + "\n"
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -1,26 +1,30 @@
-"""Which coefficients of a run are kept: the images that score them, and the policy that decides."""
+"""Which coefficients of a run are kept, by a policy and scores, and how good they are."""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from atlas_cli.datasets.dataset import Dataset, draw_samples, has_split, open_dataset
 from atlas_cli.datasets.pixels import Pixels
-from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.learning.batches import generator_of
+from atlas_cli.errors import AtlasError
+from atlas_cli.learning.batches import hits, predict
+from atlas_cli.learning.splits import check_divisible, hold_out_folds, hold_out_quarter
+from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.core.adapters import Head
-    from atlas_cli.learning.loop import Objective
+    from atlas_cli.learning.results import ClassAccuracy, TaskClasses
+    from atlas_cli.learning.setup import PreparedRun
 
-_HELD_OUT = 4  # one image in so many of a class
-_TENTH, _MOST = 0.1, 5000  # of all images, where there are many of them
 _FOLDS = 4
+_TESTED = 500  # test images of a task: more would take longer than learning from a few
+_PIXELS = 2**28  # bytes of decoded test images that are kept
 
 Indices = tuple[tuple[int, ...], ...]  # of the images of every task
 
@@ -140,39 +144,6 @@ class KFold(Policy):
         return False
 
 
-@dataclass(frozen=True)
-class Validated(Policy):
-    """Score what a training pass comes to on folds, then train on everything as long."""
-
-    validation: tuple[Fold, ...]
-    final: Fold
-
-    @property
-    def folds(self) -> tuple[Fold, ...]:
-        return (*self.validation, self.final)
-
-    def keeps(self, found: Score, before: Sequence[Score]) -> bool:
-        """Never: the folds only tell how well it goes."""
-        return False
-
-    @property
-    def backtracks(self) -> bool:
-        return False
-
-
-def validated(tasks: Sequence[Pixels], seed: int, most: int) -> Validated:
-    """Folds, up to so many, that are scored at their end; none if a class has one image."""
-    everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
-    classes = [_by_class(pixels, seed) for pixels in tasks]
-    folds = min(most, min(len(some) for each in classes for some in each))
-    found = []
-    for fold in range(folds if folds > 1 else 0):
-        held = [[i for some in each for i in some[fold::folds]] for each in classes]
-        one = _held_fold(f"fold {fold + 1}", everything, held)
-        found.append(replace(one, scoring=Scoring.AT_END))
-    return Validated(tuple(found), Fold("all", everything, None, Scoring.NEVER))
-
-
 def policy_for(select: str, tasks: Sequence[Pixels], seed: int) -> Policy:
     """The policy that `--select` names. Raises DataError if there are too few images for it."""
     everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
@@ -184,67 +155,40 @@ def policy_for(select: str, tasks: Sequence[Pixels], seed: int) -> Policy:
         return BestEpoch(Fold("val", everything, None, Scoring.EVERY_EPOCH))
     if select not in ("holdout", "kfold"):
         raise ValueError(f"no policy is called {select!r}")
-    classes = [_by_class(pixels, seed) for pixels in tasks]
-    for pixels, members in zip(tasks, classes, strict=True):
-        if min(map(len, members)) < 2:
-            raise DataError(
-                f"{pixels.dataset.name}: --select {select} needs two images of every class or "
-                "more; use --select last, or val:DATA"
-            )
+    check_divisible(tasks, select)
     if select == "holdout":
-        held = [[i for some in each for i in some[: _held_of(some)]] for each in classes]
-        return BestEpoch(_held_fold("holdout", everything, held))
-    folds = min(_FOLDS, min(len(some) for each in classes for some in each))
-    found = []
-    for fold in range(folds):
-        held = [[i for some in each for i in some[fold::folds]] for each in classes]
-        found.append(_held_fold(f"fold {fold + 1}", everything, held))
-    return KFold(tuple(found), Fold("all", everything, None, Scoring.NEVER))
+        held = hold_out_quarter(tasks, seed)
+        return BestEpoch(_held_fold("holdout", everything, held, Scoring.EVERY_EPOCH))
+    found = validation_folds(tasks, seed, _FOLDS, Scoring.EVERY_EPOCH)
+    return KFold(found, Fold("all", everything, None, Scoring.NEVER))
+
+
+def validation_folds(
+    tasks: Sequence[Pixels], seed: int, most: int, scoring: Scoring
+) -> tuple[Fold, ...]:
+    """Folds for cross-validation, not more than `most`; none if a class has one image."""
+    everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
+    return tuple(
+        _held_fold(f"fold {number}", everything, held, scoring)
+        for number, held in enumerate(hold_out_folds(tasks, seed, most), start=1)
+    )
+
+
+def _held_fold(
+    name: str, everything: Indices, held: Sequence[Sequence[int]], scoring: Scoring
+) -> Fold:
+    """Train on all images but those held out, which score it."""
+    rest = tuple(
+        tuple(index for index in every if index not in some)
+        for every, some in zip(everything, map(set, held), strict=True)
+    )
+    return Fold(name, rest, tuple(tuple(sorted(some)) for some in held), scoring)
 
 
 def keep_last(tasks: Sequence[Pixels], scoring: Scoring) -> Last:
     """Train on everything and keep the last step; no image of the tasks scores it."""
     everything = tuple(tuple(range(len(pixels.dataset.samples))) for pixels in tasks)
     return Last(Fold("all", everything, None, scoring))
-
-
-# Splits ---------------------------------------------------------------------------------------
-
-
-def hold_out(pixels: Pixels, seed: int) -> tuple[int, ...]:
-    """A tenth of every class, but one image at least of every class that has two, and 5000 in all.
-
-    None if every class has one image only.
-    """
-    classes = _by_class(pixels, seed)
-    share = min(_TENTH, _MOST / len(pixels.dataset.samples))
-    held = [some[: max(1, int(share * len(some)))] for some in classes if len(some) > 1]
-    return tuple(sorted(index for some in held for index in some))
-
-
-def _held_of(members: Sequence[int]) -> int:
-    return max(1, len(members) // _HELD_OUT)
-
-
-def _held_fold(name: str, everything: Indices, held: Sequence[Sequence[int]]) -> Fold:
-    """Train on all images but those held out, which score every epoch."""
-    rest = tuple(
-        tuple(index for index in every if index not in some)
-        for every, some in zip(everything, map(set, held), strict=True)
-    )
-    return Fold(name, rest, tuple(tuple(sorted(some)) for some in held), Scoring.EVERY_EPOCH)
-
-
-def _by_class(pixels: Pixels, seed: int) -> list[list[int]]:
-    """The images of every class, shuffled."""
-    found: dict[int, list[int]] = {}
-    for index, label in enumerate(pixels.labels.tolist()):
-        found.setdefault(label, []).append(index)
-    random = generator_of(seed, "folds")
-    return [
-        [members[place] for place in torch.randperm(len(members), generator=random).tolist()]
-        for _, members in sorted(found.items())
-    ]
 
 
 # The result -----------------------------------------------------------------------------------
@@ -285,18 +229,6 @@ def select(best: torch.Tensor, scores: Scores) -> Selection:
     return Selection(best, means[0], after, tuple(means))
 
 
-def search_tables(objective: Objective, fold: Fold, tables: Iterable[torch.Tensor]) -> Selection:
-    """The best of some tables by what scores a fold; zero if none of them is better."""
-    zero = torch.zeros_like(objective.start)
-    before = objective.judge(fold, zero)
-    best, after = zero, before
-    for table in tables:
-        found = objective.judge(fold, table)
-        if found.valid and found > after:
-            best, after = table, found
-    return Selection(best, before, after)
-
-
 def mean_scores(scores: Scores) -> list[Score]:
     """The scores of every epoch, averaged over the folds."""
     return [_mean(row) for row in zip(*scores.values(), strict=False)]
@@ -306,3 +238,141 @@ def _mean(row: Sequence[Score]) -> Score:
     rank = tuple(sum(parts) / len(row) for parts in zip(*(s.rank for s in row), strict=True))
     values = {key: sum(s.values[key] for s in row) / len(row) for key in row[0].values}
     return Score(rank, values, all(score.valid for score in row))
+
+
+# How good it is: on test images, and class by class -------------------------------------------
+
+
+@dataclass(frozen=True)
+class TestScore:
+    """Top-1 in percent on `images` of all `of` test images of a task."""
+
+    __test__ = False  # for pytest: no class of tests
+
+    task: str
+    images: int
+    of: int
+    zero_shot: float
+    learned: float
+
+    @property
+    def on(self) -> str:
+        """The images, in words."""
+        return f"{self.images} of {self.of}" if self.images < self.of else f"all {self.images}"
+
+    def __str__(self) -> str:
+        changed = f"{self.zero_shot:.2f} -> {self.learned:.2f}"
+        return f"{self.task}: test top-1 {changed} on {self.on} test images"
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A task's test images, what is predicted for them before and after, and the scores."""
+
+    dataset: Dataset
+    before: Sequence[int]
+    after: Sequence[int]
+    score: TestScore
+
+
+def score_test_images(ready: PreparedRun, selection: Selection) -> list[Tested]:
+    """Score the test split of every task that has one and was not learned from it."""
+    found = []
+    heads = (selection.head,) if selection.head else ready.setup.heads
+    for task, dataset in enumerate(ready.inputs.datasets):
+        whole = _test_split(dataset)
+        if whole is None:
+            continue
+        drawn = replace(whole, samples=draw_samples(whole.samples, _TESTED))
+        pixels = Pixels(drawn, ready.setup.tasks[task].view, _PIXELS, ready.setup.clip.device)
+        before = _predicted(ready, ready.setup.table(), ready.setup.heads[task], pixels)
+        after = _predicted(ready, selection.coefficients, heads[task], pixels)
+        labels = pixels.labels
+        top1 = [as_percent((some == labels).float().mean().item()) for some in (before, after)]
+        score = TestScore(dataset.name, len(drawn.samples), len(whole.samples), *top1)
+        found.append(Tested(drawn, before.tolist(), after.tolist(), score))
+    return found
+
+
+def _test_split(dataset: Dataset) -> Dataset | None:
+    if dataset.split == "test" or not has_split(dataset.name, "test"):
+        return None
+    found = open_dataset(dataset.name, split="test", templates=dataset.templates)
+    usable = found.labelled and found.samples and found.classes == dataset.classes
+    return found if usable else None
+
+
+def _predicted(
+    ready: PreparedRun, coefficients: torch.Tensor, head: object, pixels: Pixels
+) -> torch.Tensor:
+    model = ready.setup.model
+    model.load(coefficients)
+    with model.features_for(head):  # type: ignore[arg-type]
+        every = range(len(pixels.dataset.samples))
+        return predict(model, pixels, every, head).argmax(dim=1).cpu()  # type: ignore[arg-type]
+
+
+def by_class(ready: PreparedRun, selection: Selection) -> list[TaskClasses]:
+    """Zero-shot and with what was learned, for every class of every task that has images."""
+    setup = ready.setup
+    chosen = [_images(ready, task) for task in range(len(setup.tasks))]
+    before = _hits(ready, setup.table(), setup.heads, chosen)
+    heads = (selection.head,) if selection.head else setup.heads
+    after = _hits(ready, selection.coefficients, heads, chosen)
+    return [
+        {
+            "task": ready.inputs.datasets[task].name,
+            "on": words,
+            "classes": _classes(pixels, indices, before[task], after[task]),
+        }
+        for task, (pixels, indices, words) in enumerate(chosen)
+    ]
+
+
+_Chosen = tuple[Pixels, Sequence[int], str]
+
+
+def _images(ready: PreparedRun, task: int) -> _Chosen:
+    """The images that score a task; where only folds are scored, those that it learned from."""
+    setup = ready.setup
+    if setup.judges:
+        pixels = setup.judges[task]
+        count = len(pixels.dataset.samples)
+        return pixels, range(count), f"{count} images of {pixels.dataset.name} to select on"
+    pixels, fold = setup.tasks[task], ready.policy.folds[-1]
+    everything = range(len(pixels.dataset.samples))
+    indices = everything if fold.scored_on is None else fold.scored_on[task]
+    held = set(indices).isdisjoint(fold.train[task])
+    words = "images held out" if held else "images that it learned from"
+    return pixels, indices, f"{len(indices)} {words}"
+
+
+def _hits(
+    ready: PreparedRun,
+    coefficients: torch.Tensor,
+    heads: Sequence[torch.Tensor | Head],
+    chosen: Sequence[_Chosen],
+) -> list[torch.Tensor]:
+    model = ready.setup.model
+    model.load(coefficients)
+    found = []
+    for (pixels, indices, _), head in zip(chosen, heads, strict=True):
+        with model.features_for(head):
+            found.append(hits(predict(model, pixels, indices, head), pixels.labels[list(indices)]))
+    return found
+
+
+def _classes(
+    pixels: Pixels, indices: Sequence[int], before: torch.Tensor, after: torch.Tensor
+) -> dict[str, ClassAccuracy]:
+    labels = pixels.labels[list(indices)]
+    found: dict[str, ClassAccuracy] = {}
+    for number, name in enumerate(pixels.dataset.classes):
+        members = labels == number
+        if count := int(members.sum().item()):
+            found[name] = {
+                "images": count,
+                "zero_shot": as_percent(before[members].sum().item() / count),
+                "learned": as_percent(after[members].sum().item() / count),
+            }
+    return found

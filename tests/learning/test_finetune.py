@@ -19,7 +19,7 @@ from atlas_cli.datasets.dataset import open_dataset, plain_name
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.run import Inputs
-from atlas_cli.learning.selection import hold_out
+from atlas_cli.learning.splits import hold_out
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors

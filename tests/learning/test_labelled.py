@@ -21,6 +21,7 @@ from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Sample
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.add import combine
+from atlas_cli.learning.baselines import search_tables
 from atlas_cli.learning.batches import (
     LabelledData,
     LabelledObjective,
@@ -32,7 +33,7 @@ from atlas_cli.learning.batches import (
 )
 from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.negate import forget
-from atlas_cli.learning.selection import Score, policy_for, search_tables
+from atlas_cli.learning.selection import Score, policy_for
 
 OTHER = 10 * F.normalize(random((3, 32), 5), dim=-1)
 QUICK = TrainingConfig(epochs=4, batch_size=8, min_steps=2, augment="none")
