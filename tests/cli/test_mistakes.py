@@ -130,7 +130,7 @@ def test_a_closed_stdout(tmp_path: Path):
 
 def test_a_reader_that_takes_one_line_of_many(tmp_path: Path):
     arguments = " ".join(command("eval", "builtin:tiny", "--data", "builtin:all"))
-    script = f"set -o pipefail; {arguments} --shots 20 --predictions - | head -1"
+    script = f"set -o pipefail; {arguments} --shots 20 --quiet --predictions - | head -1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     line = "atlas: error: stdout was closed before everything was written\n"
     assert (done.returncode, done.stderr) == (1, line)
