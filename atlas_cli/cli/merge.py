@@ -20,9 +20,7 @@ from atlas_cli.cli.push import EvaluationFile, read_evaluation_file, upload
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from atlas_cli.merging.merge import (
-        MergeEvent,
-    )
+    from atlas_cli.merging.merge import Merged, MergeEvent, MergeOptions, MergePlan
     from atlas_cli.recipes.merge import Merge
 
 RecipeFile = Annotated[
@@ -111,13 +109,36 @@ def merge(
     Example:
       atlas merge run -o merged
     """
-
-    from atlas_cli.merging.merge import MergeOptions, plan_merge, with_max_rank
-    from atlas_cli.merging.merge import merge as run
+    from atlas_cli.merging.merge import MergeOptions
 
     if schema:
         _show_schema()
         return
+    name, target = _named(recipe, result, output, dry_run=dry_run, explain=explain)
+    budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
+    _check(push, explain)
+    checked = _changed(_read_recipe(name, strict=strict), max_rank, random_seed)
+    shown = read_evaluation_file(evaluation) if evaluation else None
+    options = MergeOptions(
+        *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads),
+        *(keep_intermediate, copy_tokenizer, write_model_card),
+    )
+    if dry_run:
+        found: MergePlan | Merged = _plan(checked, target, options, explain, quiet=quiet)
+    else:
+        found = _write(checked, target, options, push, quiet=quiet)
+    _show(found, as_json=as_json)
+
+
+def _named(
+    recipe: str | None,
+    result: Path | None,
+    output: Path | None,
+    *,
+    dry_run: bool,
+    explain: str | None,
+) -> tuple[str, Path]:
+    """The recipe and the folder of the result. Raises UsageError if one is not clear."""
     if recipe is None:
         raise UsageError("no recipe given; name a file, or - for stdin")
     if output is not None and result is not None:
@@ -127,28 +148,7 @@ def merge(
         raise UsageError("no folder given; name it with -o DIR, or ask for --dry-run")
     if explain is not None and not dry_run:
         raise UsageError("--explain shows the plan; give --dry-run with it")
-    budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
-    _check(push, explain)
-    checked = _read_recipe(recipe, strict=strict)
-    if max_rank is not None:
-        checked = with_max_rank(checked, max_rank)
-    checked = checked if random_seed is None else checked.with_seed(random_seed)
-    shown = read_evaluation_file(evaluation) if evaluation else None
-    options = MergeOptions(
-        *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads),
-        *(keep_intermediate, copy_tokenizer, write_model_card),
-    )
-    target = output or Path("merged")
-    listener = _Listener(quiet=quiet)
-    if dry_run:
-        plan = plan_merge(checked, options, output=target, explain=explain, on_event=listener)
-        _show(plan, as_json=as_json)
-        return
-    with listener:
-        merged = run(checked, target, options, on_event=listener)
-    if push:
-        _push(target, push, quiet=quiet)
-    _show(merged, as_json=as_json)
+    return recipe, output or Path("merged")
 
 
 def _size(option: str, text: str) -> int:
@@ -183,6 +183,15 @@ def _read_recipe(name: str, *, strict: bool) -> Merge:
     return read_merge(text, where, source_problems, strict=strict)
 
 
+def _changed(merge: Merge, max_rank: int | None, seed: int | None) -> Merge:
+    """The recipe with what flags say instead of it."""
+    from atlas_cli.merging.merge import with_max_rank
+
+    if max_rank is not None:
+        merge = with_max_rank(merge, max_rank)
+    return merge if seed is None else merge.with_seed(seed)
+
+
 def _recipe_of(name: str) -> str:
     """The recipe that a folder holds: the one that a run has learned."""
     folder = Path(name)
@@ -195,6 +204,27 @@ def _recipe_of(name: str) -> str:
     if (folder / "metrics.jsonl").exists():
         raise UsageError(f"{name}: this run has learned nothing yet; --resume goes on with it")
     raise UsageError(f"{name}: is a folder without a recipe.yaml; name a recipe, or a run")
+
+
+def _plan(
+    merge: Merge, target: Path, options: MergeOptions, explain: str | None, *, quiet: bool
+) -> MergePlan:
+    from atlas_cli.merging.merge import plan_merge
+
+    listener = _Listener(quiet=quiet)
+    return plan_merge(merge, options, output=target, explain=explain, on_event=listener)
+
+
+def _write(
+    merge: Merge, target: Path, options: MergeOptions, push: str | None, *, quiet: bool
+) -> Merged:
+    from atlas_cli.merging.merge import merge as run
+
+    with _Listener(quiet=quiet) as listener:
+        merged = run(merge, target, options, on_event=listener)
+    if push:
+        _push(target, push, quiet=quiet)
+    return merged
 
 
 class _Listener(ExitStack):
@@ -238,8 +268,8 @@ class _Listener(ExitStack):
                 console.note(f"rank {rank}: relative error {error:.2g} of the exact sum")
 
 
-def _show(result: object, *, as_json: bool) -> None:
-    facts = {"atlas": __version__, **dataclasses.asdict(result)}  # type: ignore[call-overload]
+def _show(result: MergePlan | Merged, *, as_json: bool) -> None:
+    facts = {"atlas": __version__, **dataclasses.asdict(result)}
     console.emit(facts if as_json else result, as_json=as_json)
 
 
