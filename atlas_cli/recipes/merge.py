@@ -17,6 +17,7 @@ from atlas_cli.recipes.merge_checks import (
     dtype_problem,
     effective_keys,
     idle_keys,
+    lock_problems,
     model_problems,
     refused_keys,
 )
@@ -172,6 +173,7 @@ class MergeRecipe(Recipe):
             return [] if known else [f"{where}: {line}" for line in context(kind, reference)]
 
         lines = check("model", found.get("base_model"), ".base_model")
+        lines += lock_problems(found.get("locked"))
         problems = _learned_problems if found.get("merge_method") == "atlas" else model_problems
         return (("", line) for line in chain(lines, problems(found, check)))
 

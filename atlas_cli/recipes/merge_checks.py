@@ -95,6 +95,13 @@ def dtype_problem(name: str) -> str | None:
     return f"expected {', '.join(DTYPES)}, found '{name}'{nearest(name, DTYPES)}"
 
 
+def lock_problems(locked: object) -> Iterator[str]:
+    """What is wrong with locks beyond their types: one without a digest holds nothing fast."""
+    for name, entry in (locked if isinstance(locked, dict) else {}).items():
+        if isinstance(entry, dict) and not any(entry.get(kind) for kind in ("sha256", "blake3")):
+            yield f".locked.{name}: has no digest; expected sha256 or blake3 of its files"
+
+
 # Models ---------------------------------------------------------------------------------------
 
 
