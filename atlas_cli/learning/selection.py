@@ -288,7 +288,7 @@ def score_test_images(ready: PreparedRun, selection: Selection) -> list[Tested]:
         before = _predicted(ready, ready.setup.table(), ready.setup.heads[task], pixels)
         after = _predicted(ready, selection.coefficients, heads[task], pixels)
         labels = pixels.labels
-        top1 = [as_percent((some == labels).float().mean().item()) for some in (before, after)]
+        top1 = [as_percent((some == labels).double().mean().item()) for some in (before, after)]
         score = TestScore(dataset.name, len(drawn.samples), len(whole.samples), *top1)
         found.append(Tested(drawn, before.tolist(), after.tolist(), score))
     return found

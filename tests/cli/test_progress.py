@@ -78,6 +78,16 @@ def test_training_accuracy_is_never_alone(call, world, tmp_path: Path):
     assert sum(right) * 12.5 == score["learned"]
 
 
+def test_accuracy_on_test_images_has_no_digits_of_binary_fractions(call, tmp_path: Path):
+    line = ("builtin:digits", "--model", "builtin:tiny", "--vectors", "builtin:digits")
+    quick = ("--shots", "1", "--epochs", "1", "--min-steps", "1", "--augment", "none")
+    assert call("fit", *line, "--allow-target", *quick, "-o", tmp_path / "run").code == 0
+    (score,) = json.loads((tmp_path / "run" / "result.json").read_text())["test"]
+    rows = [json.loads(row) for row in (tmp_path / "run" / "images.jsonl").read_text().splitlines()]
+    right = sum(row["split"] == "test" and row["label"] == row["zero_shot"] for row in rows)
+    assert score["zero_shot"] == right / 5  # percent of 500 images
+
+
 def test_a_terminal_shows_a_summary_and_the_next_command(on_terminal, world, tmp_path: Path):
     for columns in (40, 100):
         folder = tmp_path / str(columns)
