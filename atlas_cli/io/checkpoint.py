@@ -148,6 +148,8 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     head, size = file.read(8), os.fstat(file.fileno()).st_size
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
     try:
+        if not length:
+            raise ValueError(f"it has no header, and {size} bytes in all")
         if length > _LARGEST_HEADER:
             raise ValueError(f"its header would have {length} bytes")
         try:

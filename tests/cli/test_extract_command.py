@@ -341,6 +341,13 @@ def test_an_oversized_header_takes_no_memory(call, tmp_path: Path, length: int):
     refused(call, path, "is not a valid safetensors file")
 
 
+@pytest.mark.parametrize("size", [0, 3, 8])
+def test_a_safetensors_file_without_a_header_is_told_so(call, tmp_path: Path, size: int):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(bytes(size))
+    refused(call, path, f"is not a valid safetensors file: it has no header, and {size} bytes")
+
+
 def index(folder: Path, *shards: str) -> Path:
     weights = {f"visual.{number}": name for number, name in enumerate(shards)}
     path = folder / "model.safetensors.index.json"
