@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from atlas_cli.core.adapters import Adapter
-    from atlas_cli.core.granularity import Layout
+    from atlas_cli.core.compose import Layout
     from atlas_cli.merge_methods.method import MergeMethod, PostStep
 
 GROUP = "atlas.plugins"
@@ -283,7 +283,7 @@ MERGE_METHODS: Registry[MergeMethod] = Registry(
     "atlas_cli.merge_methods.learned",
 )
 POST_STEPS: Registry[PostStep] = Registry("post step", "atlas_cli.merge_methods.spectral")
-GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.granularity")
+GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.compose")
 BASES: Registry[Basis] = Registry("basis", "atlas_cli.vectors.basis")
 ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
 NEEDS = ("labels", "prior", "weak")

@@ -26,8 +26,7 @@ def measure(kind: str, steps: int) -> dict[str, float]:
     """The median time of a step after the first, and the peak of memory."""
     import torch
 
-    from atlas_cli.core.compose import Composition, stack_blocks
-    from atlas_cli.core.granularity import by_block
+    from atlas_cli.core.compose import Composition, by_block, stack_blocks
     from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
     from atlas_cli.datasets.dataset import open_dataset
     from atlas_cli.datasets.pixels import Pixels, view_of

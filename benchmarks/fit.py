@@ -125,8 +125,7 @@ def naive(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
 def ours(tower: Any, count: int, kind: str, images: Any, loss_of: Any) -> Made:
     import torch
 
-    from atlas_cli.core.compose import Composition, stack_blocks
-    from atlas_cli.core.granularity import by_block
+    from atlas_cli.core.compose import Composition, by_block, stack_blocks
     from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
     from atlas_cli.models.composed import ComposedModel
     from atlas_cli.parallel import ThreadPool

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import adapt, clip, small_config
+from composing import compose
 from conftest import HALF
 from extracting import run
 from makers import rewrite_header
 
-from atlas_cli.core.compose import Composition, compose, stack_blocks
-from atlas_cli.core.granularity import by_block
+from atlas_cli.core.compose import Composition, by_block, stack_blocks
 from atlas_cli.core.losses import entropy, logits_of
 from atlas_cli.core.optimizers import CoefficientOptimizer
 from atlas_cli.core.stacks import FactorStack

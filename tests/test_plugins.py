@@ -38,7 +38,7 @@ MIDWAY = '''
 '''
 STRIPES = """
     import atlas_cli as atlas
-    from atlas_cli.core.granularity import by_group
+    from atlas_cli.core.compose import by_group
 
     @atlas.granularity("tower")
     def by_tower(shapes):

@@ -1,30 +1,161 @@
-"""base + sum of coefficient * vector, differentiable, in one pass over the vectors each way."""
+"""base + sum of coefficient * vector, in one pass over the vectors each way.
+
+A granularity says which coefficient scales which elements: it lays the blocks out over the columns
+of the coefficient table. Recipes name granularities, so nothing here imports torch at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from atlas_cli.core.patterns import find_pattern
+from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.registry import find_granularity, granularity, granularity_labels, late
 
-from atlas_cli.core.granularity import Layout, Placement, Scattered, Segments
-from atlas_cli.core.stacks import (
-    DenseStack,
-    FactorStack,
-    MappedStack,
-    QuantisedStack,
-    Stack,
-    add,
-    dot,
-    scatter_add,
-    scattered_dot,
-)
-from atlas_cli.core.storage import Block, Dense, Factors, Quantised, widest
+if TYPE_CHECKING:
+    import torch
 
-Tensors = Mapping[str, torch.Tensor]
+    from atlas_cli.core import stacks, storage
+    from atlas_cli.core.stacks import Stack
+    from atlas_cli.core.storage import Block
+else:
+    torch = late("torch")
+    stacks, storage = late("atlas_cli.core.stacks"), late("atlas_cli.core.storage")
+
+Tensors = Mapping[str, "torch.Tensor"]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
 Spread = Callable[[Callable[[str], Any], Iterable[str]], Iterable[Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+_FUSED = re.compile(r"\.attn\.in_proj_(weight|bias)$")
+
+
+# Granularities --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Contiguous elements share a coefficient: elements bounds[k] to bounds[k+1] use columns[k]."""
+
+    bounds: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Element e uses column first + k(e), where k is drawn uniformly from `parts` by the seed."""
+
+    first: int
+    parts: int
+    seed: int
+
+
+Placement = Segments | Scattered
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of the coefficient table, and where each block finds its own."""
+
+    labels: tuple[str, ...]
+    placements: Mapping[str, Placement]
+
+
+def choose_layout(shapes: Shapes, name: str, groups: Sequence[str] = (), seed: int = 0) -> Layout:
+    """The layout of a granularity by its name, such as block or partition:3; or that of groups."""
+    if groups:
+        return by_pattern(shapes, groups)
+    found = find_granularity(name)
+    if found is None:
+        raise UsageError(f"granularity: expected {granularity_labels()}, found {name!r}")
+    parameter = (name.partition(":")[2], seed) if found.parameter else ()
+    layout = found.layout(shapes, *parameter)
+    if missing := [block for block in shapes if block not in layout.placements]:
+        raise MismatchError(f"granularity {name}: no coefficient for {missing[0]}")
+    return layout
+
+
+@granularity("block")
+def by_block(shapes: Shapes) -> Layout:
+    """One coefficient per vector and block: the paper's choice."""
+    return by_group(shapes, {name: name for name in shapes})
+
+
+@granularity("vector")
+def by_vector(shapes: Shapes) -> Layout:
+    """One coefficient per vector, for all of its blocks."""
+    return by_group(shapes, dict.fromkeys(shapes, "all"))
+
+
+def by_group(shapes: Shapes, group_of: Mapping[str, str]) -> Layout:
+    """One coefficient per vector and group of blocks."""
+    labels = tuple(dict.fromkeys(group_of[name] for name in shapes))
+    column = {label: number for number, label in enumerate(labels)}
+    placements = {
+        name: Segments((0, math.prod(shape)), (column[group_of[name]],))
+        for name, shape in shapes.items()
+    }
+    return Layout(labels, placements)
+
+
+def by_pattern(shapes: Shapes, patterns: Sequence[str]) -> Layout:
+    """Blocks are grouped by the first regular expression that is found in their names.
+
+    A pattern with groups makes one group of blocks for every text that its groups match. A block
+    that no pattern matches has a group of its own.
+    """
+    group_of = {}
+    for name in shapes:
+        matches = ((pattern, find_pattern(pattern, name)) for pattern in patterns)
+        pattern, found = next(((p, m) for p, m in matches if m), ("", None))
+        group_of[name] = name if found is None else " ".join([pattern, *map(str, found.groups())])
+    return by_group(shapes, group_of)
+
+
+@granularity("qkv")
+def by_qkv(shapes: Shapes) -> Layout:
+    """As by_block, with three coefficients for the stacked query, key and value projections."""
+    labels: list[str] = []
+    placements: dict[str, Placement] = {}
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        names = [f"{name}[{part}]" for part in "qkv"] if _FUSED.search(name) else [name]
+        bounds = tuple(size * part // len(names) for part in range(len(names) + 1))
+        columns = tuple(range(len(labels), len(labels) + len(names)))
+        placements[name] = Segments(bounds, columns)
+        labels += names
+    return Layout(tuple(labels), placements)
+
+
+@granularity("partition", parameter="K")
+def _by_named_partition(shapes: Shapes, parts: str, seed: int) -> Layout:
+    return by_partition(shapes, int(parts), seed)
+
+
+def by_partition(shapes: Shapes, parts: int, seed: int) -> Layout:
+    """Every block is split into `parts` random subsets of its elements, a coefficient for each.
+
+    Each block has a seed of its own, so that blocks of one shape are not split alike.
+    """
+    if parts < 1:
+        raise UsageError(f"a partition needs at least one part, not {parts}")
+    placements = {
+        name: Scattered(number * parts, parts, _seed_of(name, seed))
+        for number, name in enumerate(shapes)
+    }
+    labels = tuple(f"{name}[{part}]" for name in shapes for part in range(parts))
+    return Layout(labels, placements)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+
+
+# Sums -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,41 +176,12 @@ class Composition:
         return self.vectors, len(self.layout.labels)
 
 
-def compose(
-    composition: Composition, coefficients: torch.Tensor, spread: Spread = map
-) -> dict[str, torch.Tensor]:
-    """The composed tensors by name, differentiable in `coefficients`, (vectors, columns).
-
-    The backward pass reads the vectors once more, T vec(G) per block, and saves none of them.
-    """
-    composed = _Compose.apply(coefficients, composition, spread)  # type: ignore[no-untyped-call]
-    return dict(zip(composition.stacks, composed, strict=True))
-
-
-class _Compose(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, coefficients: torch.Tensor, composition: Composition, spread: Spread
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.composition, ctx.spread, ctx.like = composition, spread, coefficients
-        values = coefficients.detach().float()
-        blocks = spread(lambda name: compose_block(composition, name, values), composition.stacks)
-        return tuple(blocks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
-        given = dict(zip(ctx.composition.stacks, gradients, strict=True))
-        found = {name: gradient for name, gradient in given.items() if gradient is not None}
-        table = coefficient_gradient(ctx.composition, found, ctx.spread)
-        return table.to(ctx.like.dtype), None, None
-
-
 def coefficient_gradient(
     composition: Composition, gradients: Tensors, spread: Spread = map
 ) -> torch.Tensor:
     """T vec(G) of every block, summed over the blocks that share a coefficient, in float64."""
     first = next(iter(composition.base.values()))
-    total = torch.zeros(composition.shape, dtype=widest(first), device=first.device)
+    total = torch.zeros(composition.shape, dtype=storage.widest(first), device=first.device)
     parts = spread(lambda name: list(_dots(composition, name, gradients[name])), gradients)
     for part in parts:
         for members, columns, values in part:
@@ -104,13 +206,14 @@ def compose_block(
     for stack in composition.stacks[name]:
         everyone = stack.members == tuple(range(composition.vectors))
         rows = coefficients if everyone else coefficients[list(stack.members)]
-        if isinstance(stack, FactorStack) or isinstance(placement, Scattered):
+        if isinstance(stack, stacks.FactorStack) or isinstance(placement, Scattered):
             total.copy_(start_from)
         if isinstance(placement, Scattered):
-            scatter_add(total, stack, placement, rows)
+            own = rows[:, placement.first : placement.first + placement.parts]
+            stacks.scatter_add(total, stack, own, indices(placement, len(total)))
         else:
             for start, stop, column in _segments(placement):
-                add(total, stack, (start, stop), rows[:, column].contiguous(), start_from)
+                stacks.add(total, stack, (start, stop), rows[:, column].contiguous(), start_from)
         start_from = total
     return result
 
@@ -125,10 +228,11 @@ def _dots(
         members = torch.tensor(stack.members, device=flat.device)
         if isinstance(placement, Scattered):
             columns = slice(placement.first, placement.first + placement.parts)
-            yield members, columns, scattered_dot(flat, stack, placement)
+            part_of = indices(placement, len(flat))
+            yield members, columns, stacks.scattered_dot(flat, stack, placement.parts, part_of)
             continue
         for start, stop, column in _segments(placement):
-            yield members, column, dot(flat, stack, (start, stop))
+            yield members, column, stacks.dot(flat, stack, (start, stop))
 
 
 def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
@@ -136,15 +240,22 @@ def _segments(placement: Placement) -> Iterator[tuple[int, int, int]]:
     yield from zip(placement.bounds, placement.bounds[1:], placement.columns, strict=False)
 
 
+def indices(placement: Scattered, size: int) -> torch.Tensor:
+    """The part of every element, as small integers: one tensor per block instead of masks."""
+    generator = torch.Generator().manual_seed(placement.seed)
+    drawn = torch.randint(placement.parts, (size,), generator=generator)
+    return drawn.to(torch.int16 if placement.parts <= 2**15 else torch.int32)
+
+
 # Stacking -------------------------------------------------------------------------------------
 
 
 def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
     """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
-    apart = {i: block for i, block in blocks.items() if not isinstance(block, Factors)}
-    kept = tuple(block for block in apart.values() if not isinstance(block, Factors))
+    apart = {i: block for i, block in blocks.items() if not isinstance(block, storage.Factors)}
+    kept = tuple(block for block in apart.values() if not isinstance(block, storage.Factors))
     rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
-    return (MappedStack(tuple(apart), kept), *rest) if apart else rest
+    return (stacks.MappedStack(tuple(apart), kept), *rest) if apart else rest
 
 
 def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
@@ -160,30 +271,31 @@ def stack_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
 
 def _kind(block: Block) -> Any:
     match block:
-        case Dense(values):
+        case storage.Dense(values):
             return values.dtype
-        case Quantised():
-            return Quantised
-        case Factors(_, parts):
+        case storage.Quantised():
+            return storage.Quantised
+        case storage.Factors(_, parts):
             return tuple((part.start, len(part.up)) for part in parts)
 
 
 def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
     members, found = tuple(blocks), list(blocks.values())
     first = found[0]
-    if isinstance(first, Dense):
-        dense = [block.values.flatten() for block in found if isinstance(block, Dense)]
-        yield DenseStack(members, torch.stack(dense))
-    elif isinstance(first, Quantised):
-        eight = [block for block in found if isinstance(block, Quantised)]
+    if isinstance(first, storage.Dense):
+        dense = [block.values.flatten() for block in found if isinstance(block, storage.Dense)]
+        yield stacks.DenseStack(members, torch.stack(dense))
+    elif isinstance(first, storage.Quantised):
+        eight = [block for block in found if isinstance(block, storage.Quantised)]
         rows = len(first.scales)
         codes = torch.stack([block.values.reshape(rows, -1) for block in eight])
-        yield QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
+        yield stacks.QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
     else:
-        factors = [block for block in found if isinstance(block, Factors)]
+        factors = [block for block in found if isinstance(block, storage.Factors)]
         for number, part in enumerate(first.parts):
             ups = [block.parts[number].up for block in factors]
             downs = [block.parts[number].down for block in factors]
             owner = [i for i, up in enumerate(ups) for _ in range(up.shape[1])]
+            up, down = torch.cat(ups, 1), torch.cat(downs)
             owners = torch.tensor(owner, device=part.up.device)
-            yield FactorStack(members, part.start, torch.cat(ups, 1), torch.cat(downs), owners)
+            yield stacks.FactorStack(members, part.start, up, down, owners)

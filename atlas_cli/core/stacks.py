@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.granularity import Scattered, indices
 from atlas_cli.core.storage import Dense, Quantised, widest
 from atlas_cli.native import kernels
 
@@ -226,24 +225,25 @@ def _factor_rows(stack: FactorStack, span: Range) -> tuple[Range, int, slice]:
 
 
 def scatter_add(
-    total: torch.Tensor, stack: Stack, placement: Scattered, coefficients: torch.Tensor
+    total: torch.Tensor, stack: Stack, coefficients: torch.Tensor, part_of: torch.Tensor
 ) -> None:
-    """total += sum over i of coefficients[i, part(e)] * T_i, tile by tile."""
-    part_of = indices(placement, len(total)).to(total.device)
-    own = coefficients[:, placement.first : placement.first + placement.parts]
+    """total += sum over i of coefficients[i, part_of[e]] * T_i, tile by tile."""
+    parts = part_of.to(total.device)
     for start, stop, tile in _dense_tiles(stack, len(total)):
         there = tile.to(total.device)
-        total[start:stop] += (own[:, part_of[start:stop].long()] * there).sum(0)
+        total[start:stop] += (coefficients[:, parts[start:stop].long()] * there).sum(0)
 
 
-def scattered_dot(gradient: torch.Tensor, stack: Stack, placement: Scattered) -> torch.Tensor:
-    """Per vector and part, the sum of T_i * gradient over the elements of the part."""
-    part_of = indices(placement, len(gradient)).to(gradient.device)
-    shape = len(stack.members), placement.parts
+def scattered_dot(
+    gradient: torch.Tensor, stack: Stack, count: int, part_of: torch.Tensor
+) -> torch.Tensor:
+    """Per vector and part, `count` in all, the sum of T_i * gradient over elements of the part."""
+    parts = part_of.to(gradient.device)
+    shape = len(stack.members), count
     total = torch.zeros(shape, dtype=widest(gradient), device=gradient.device)
     for start, stop, tile in _dense_tiles(stack, len(gradient)):
         products = (tile.to(total.device) * gradient[start:stop]).to(total.dtype)
-        total.index_add_(1, part_of[start:stop].long(), products)
+        total.index_add_(1, parts[start:stop].long(), products)
     return total
 
 

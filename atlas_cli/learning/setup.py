@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atlas_cli import __version__
-from atlas_cli.core import granularity
-from atlas_cli.core.granularity import Layout, Shapes
+from atlas_cli.core.compose import Layout, Placement, Segments, Shapes, choose_layout
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Dataset, content, plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
@@ -199,9 +198,9 @@ def labels_of(layout: Layout, member: Member) -> set[str]:
     return found
 
 
-def placed_labels(layout: Layout, placement: granularity.Placement) -> list[str]:
+def placed_labels(layout: Layout, placement: Placement) -> list[str]:
     """The coefficients that scale something of a block."""
-    if isinstance(placement, granularity.Segments):
+    if isinstance(placement, Segments):
         return [layout.labels[column] for column in placement.columns]
     return list(layout.labels[placement.first : placement.first + placement.parts])
 
@@ -329,7 +328,7 @@ def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) 
 
 def layout_of(recipe: LearnRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
     """The columns of the coefficient table that a recipe asks for."""
-    return granularity.choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
+    return choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
 
 
 def refuse_target(pool: Pool, dataset: Dataset) -> None:

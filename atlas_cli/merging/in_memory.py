@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.compose import Composition, compose_block, map_blocks
-from atlas_cli.core.granularity import Layout, choose_layout
+from atlas_cli.core.compose import Composition, Layout, choose_layout, compose_block, map_blocks
 from atlas_cli.errors import UsageError
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.merging.learned import STATISTICS, coefficient_table, gather_vectors, open_learned

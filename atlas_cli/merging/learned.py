@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.compose import Composition, compose_block, map_blocks
-from atlas_cli.core.granularity import Layout, choose_layout
+from atlas_cli.core.compose import Composition, Layout, choose_layout, compose_block, map_blocks
 from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
 from atlas_cli.io.files import sha256_of

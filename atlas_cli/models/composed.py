@@ -15,8 +15,13 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas_cli.core.adapters import Head
-from atlas_cli.core.compose import Composition, coefficient_gradient, compose_block
-from atlas_cli.core.granularity import Layout, Segments
+from atlas_cli.core.compose import (
+    Composition,
+    Layout,
+    Segments,
+    coefficient_gradient,
+    compose_block,
+)
 from atlas_cli.parallel import ThreadPool
 
 _AT_ONCE = 64  # images of a forward pass without gradients

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from atlas_cli.core.compose import Composition, map_blocks, stack_blocks
-from atlas_cli.core.granularity import Layout
+from atlas_cli.core.compose import Composition, Layout, map_blocks, stack_blocks
 from atlas_cli.core.stacks import Stack
 from atlas_cli.core.storage import (
     Block,

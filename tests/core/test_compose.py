@@ -8,19 +8,35 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from composing import compose
 
-from atlas_cli.core import granularity
 from atlas_cli.core.compose import (
     Composition,
+    Layout,
+    Scattered,
+    Shapes,
+    by_block,
+    by_group,
+    by_partition,
+    by_pattern,
+    by_qkv,
+    by_vector,
+    choose_layout,
     coefficient_gradient,
-    compose,
     compose_block,
+    indices,
     map_blocks,
     stack_blocks,
 )
-from atlas_cli.core.granularity import Layout, Scattered, Shapes, indices
 from atlas_cli.core.stacks import FactorStack, MappedStack
 from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, decode, factorise, quantise
+from atlas_cli.errors import MismatchError, UsageError
+from atlas_cli.registry import (
+    Granularity,
+    find_granularity,
+    granularity_labels,
+    granularity_pattern,
+)
 
 SHAPES: Shapes = {
     "a.attn.in_proj_weight": (96, 32),
@@ -57,11 +73,11 @@ STORAGES: dict[str, Callable[[torch.Tensor], Block]] = {
     "lora": three_thirds,
 }
 LAYOUTS: dict[str, Callable[[Shapes], Layout]] = {
-    "block": granularity.by_block,
-    "vector": granularity.by_vector,
-    "qkv": granularity.by_qkv,
-    "partition 5": lambda shapes: granularity.by_partition(shapes, 5, seed=3),
-    "pattern": lambda shapes: granularity.by_pattern(shapes, [r"(bias|weight)$"]),
+    "block": by_block,
+    "vector": by_vector,
+    "qkv": by_qkv,
+    "partition 5": lambda shapes: by_partition(shapes, 5, seed=3),
+    "pattern": lambda shapes: by_pattern(shapes, [r"(bias|weight)$"]),
 }
 
 
@@ -156,19 +172,19 @@ def test_a_vector_may_lack_blocks():
         {name: Dense(random(shape, n)) for n, (name, shape) in enumerate(SHAPES.items()) if n != i}
         for i in range(3)
     ]
-    check(granularity.by_block(SHAPES), vectors)
+    check(by_block(SHAPES), vectors)
 
 
 def test_zero_coefficients_give_the_base_bit_for_bit():
     vectors = [{name: Dense(random(shape, 3)) for name, shape in SHAPES.items()}]
-    composition = make(granularity.by_block(SHAPES), vectors)
+    composition = make(by_block(SHAPES), vectors)
     composed = compose(composition, torch.zeros(composition.shape))
     assert all(torch.equal(composed[name], composition.base[name]) for name in SHAPES)
 
 
 def test_the_base_and_the_coefficients_are_left_alone():
     vectors = [{name: Dense(random(shape, 3)) for name, shape in SHAPES.items()}]
-    composition = make(granularity.by_block(SHAPES), vectors)
+    composition = make(by_block(SHAPES), vectors)
     before = {name: tensor.clone() for name, tensor in composition.base.items()}
     coefficients = torch.ones(composition.shape)
     compose(composition, coefficients)
@@ -176,35 +192,59 @@ def test_the_base_and_the_coefficients_are_left_alone():
     assert torch.equal(coefficients, torch.ones(composition.shape))
 
 
-def test_no_tensor_of_the_size_of_a_vector_is_saved_for_the_backward_pass():
-    vectors = [{name: Dense(random(shape, i)) for name, shape in SHAPES.items()} for i in range(3)]
-    composition = make(granularity.by_block(SHAPES), vectors)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.numel()) or t, lambda t: t
-    ):
-        compose(composition, torch.zeros(composition.shape, requires_grad=True))
-    assert saved == []
-
-
 def test_blocks_of_one_shape_are_split_differently():
-    layout = granularity.by_partition({"a": (1000,), "b": (1000,)}, 4, seed=0)
+    layout = by_partition({"a": (1000,), "b": (1000,)}, 4, seed=0)
     first, second = (indices(layout.placements[name], 1000) for name in "ab")
     assert not torch.equal(first, second)
     assert sorted(set(first.tolist())) == [0, 1, 2, 3]
 
 
 def test_labels_name_every_column():
-    layout = granularity.by_qkv(SHAPES)
+    layout = by_qkv(SHAPES)
     assert layout.labels[:4] == (
         "a.attn.in_proj_weight[q]",
         "a.attn.in_proj_weight[k]",
         "a.attn.in_proj_weight[v]",
         "a.attn.in_proj_bias[q]",
     )
-    assert granularity.by_vector(SHAPES).labels == ("all",)
-    patterns = granularity.by_pattern(SHAPES, [r"^(\w+)\."])
+    assert by_vector(SHAPES).labels == ("all",)
+    patterns = by_pattern(SHAPES, [r"^(\w+)\."])
     assert patterns.labels == (r"^(\w+)\. a", r"^(\w+)\. conv1", r"^(\w+)\. ln", "scalar", "wide")
+
+
+# Granularities by their names -------------------------------------------------------------------
+
+NAMED = {"a.weight": (4, 2), "a.bias": (4,), "b.weight": (3,)}
+
+
+def test_a_granularity_is_chosen_by_its_name():
+    assert choose_layout(NAMED, "block") == by_block(NAMED)
+    assert choose_layout(NAMED, "vector").labels == ("all",)
+    assert choose_layout(NAMED, "partition:3", seed=5) == by_partition(NAMED, 3, 5)
+    groups = choose_layout(NAMED, "block", groups=[r"^(\w+)\."])
+    assert len(groups.labels) == 2
+
+
+def test_a_name_must_have_the_parameter_that_it_needs_and_no_other():
+    for text in ("layer", "partition", "partition:", "partition:0", "partition:100000", "block:2"):
+        assert find_granularity(text) is None
+        with pytest.raises(UsageError, match="expected block, vector, qkv or partition:K, found"):
+            choose_layout(NAMED, text)
+
+
+def test_names_are_shown_and_matched_in_one_order():
+    assert granularity_labels() == "block, vector, qkv or partition:K"
+    assert granularity_pattern() == "^(block|vector|qkv|partition:[1-9][0-9]{0,4})$"
+
+
+def test_a_layout_without_a_place_for_every_block_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def first_only(shapes) -> Layout:
+        return by_group({"a.weight": shapes["a.weight"]}, {"a.weight": "first"})
+
+    found = Granularity("first", first_only, "", "")
+    monkeypatch.setattr("atlas_cli.core.compose.find_granularity", lambda name: found)
+    with pytest.raises(MismatchError, match=r"granularity first: no coefficient for a\.bias"):
+        choose_layout(NAMED, "first")
 
 
 # The parts that towers use --------------------------------------------------------------------
@@ -232,7 +272,7 @@ def test_mapped_blocks_are_the_given_ones_and_no_copies(storage: str):
 
 
 def test_mapped_and_stacked_blocks_of_all_storages_give_the_same_numbers():
-    layout = granularity.by_block(SHAPES)
+    layout = by_block(SHAPES)
     kept, mapped = (make(layout, mixed(), stack) for stack in (stack_blocks, map_blocks))
     coefficients = random(kept.shape, 7)
     first, second = compose(kept, coefficients), compose(mapped, coefficients)
@@ -269,7 +309,7 @@ def test_the_gradient_is_the_product_of_vectors_and_gradients_of_the_blocks(layo
 
 
 def test_a_block_without_a_gradient_adds_nothing():
-    composition = make(granularity.by_block(SHAPES), stored("fp32"))
+    composition = make(by_block(SHAPES), stored("fp32"))
     found = coefficient_gradient(composition, {"ln.weight": torch.ones(32)})
     column = composition.layout.labels.index("ln.weight")
     assert found[:, column].all()
@@ -297,7 +337,7 @@ def test_blocks_spread_over_threads_give_identical_bits(layout: str):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_base_in_half_precision_is_composed_in_float32(dtype: torch.dtype):
-    whole = make(granularity.by_block(SHAPES), mixed())
+    whole = make(by_block(SHAPES), mixed())
     base = {name: tensor.to(dtype) for name, tensor in whole.base.items()}
     composition = Composition(base, whole.stacks, whole.layout, whole.vectors)
     coefficients = random(whole.shape, 7)
@@ -311,7 +351,7 @@ def test_a_base_in_half_precision_is_composed_in_float32(dtype: torch.dtype):
 def test_adding_a_vector_and_its_negation_changes_nothing_but_rounding():
     (vector,) = stored("fp32", 1)
     negated = {name: Dense(-decode(block)) for name, block in vector.items()}
-    composition = make(granularity.by_block(SHAPES), [vector, negated])
+    composition = make(by_block(SHAPES), [vector, negated])
     composed = compose(composition, torch.ones(composition.shape))
     for name, tensor in composed.items():
         torch.testing.assert_close(tensor, composition.base[name], rtol=1e-6, atol=1e-6)
@@ -321,9 +361,7 @@ def test_a_transposed_base_and_gradient_are_taken_by_place_not_by_stride():
     shapes = {"w": (6, 4)}
     base = {"w": random((4, 6), 0).T}
     values = random((6, 4), 1)
-    composition = Composition(
-        base, {"w": stack_blocks({0: Dense(values)})}, granularity.by_block(shapes), 1
-    )
+    composition = Composition(base, {"w": stack_blocks({0: Dense(values)})}, by_block(shapes), 1)
     composed = compose(composition, torch.tensor([[2.0]]))
     torch.testing.assert_close(composed["w"], base["w"] + 2 * values)
     gradient = random((4, 6), 2).T

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atlas_cli.core.granularity import by_pattern
+from atlas_cli.core.compose import by_pattern
 from atlas_cli.core.patterns import find_pattern
 from atlas_cli.errors import CheckpointError, UsageError
 from atlas_cli.models.lora import _by_pattern

@@ -14,8 +14,7 @@ import torch
 from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
-from atlas_cli.core.compose import Composition, stack_blocks
-from atlas_cli.core.granularity import by_block
+from atlas_cli.core.compose import Composition, by_block, stack_blocks
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import Sample, open_dataset

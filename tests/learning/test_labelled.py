@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from composing import compose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_batches import HEAD, colours, folder, model, random, shown, shuffled, tower_of  # noqa: F401
 from torch.func import functional_call
 
-from atlas_cli.core.compose import compose
 from atlas_cli.core.losses import Loss, ascent, cross_entropy, entropy, to_uniform, unlikelihood
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.dataset import Sample

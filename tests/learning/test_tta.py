@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from composing import compose
 from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
-from atlas_cli.core.compose import Composition, compose, stack_blocks
-from atlas_cli.core.granularity import by_block
+from atlas_cli.core.compose import Composition, by_block, stack_blocks
 from atlas_cli.core.losses import logits_of, sharpen
 from atlas_cli.core.optimizers import RADIUS, OptimizerConfig
 from atlas_cli.core.storage import Dense

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from composing import compose
 from conftest import write_open_clip
 from makers import write_moved_tiny
 from merge_runs import digests, read_model, write_recipe
 from safetensors.torch import load_file, save_file
 
-from atlas_cli.core.compose import compose
-from atlas_cli.core.granularity import choose_layout
+from atlas_cli.core.compose import choose_layout
 from atlas_cli.models.clip import open_model
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.models.tensor_names import read_tensors

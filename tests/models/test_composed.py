@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from composing import compose
 from conftest import HALF, TINY_CONFIG
 from torch.func import functional_call
 
-from atlas_cli.core.compose import Composition, compose, stack_blocks
-from atlas_cli.core.granularity import by_block, by_vector
+from atlas_cli.core.compose import Composition, by_block, by_vector, stack_blocks
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from conftest import write_open_clip
 from torch.func import functional_call
 
-from atlas_cli.core.compose import Composition, stack_blocks
-from atlas_cli.core.granularity import by_block
+from atlas_cli.core.compose import Composition, by_block, stack_blocks
 from atlas_cli.core.storage import Dense, quantise
 from atlas_cli.models.clip import Opening, open_model
 from atlas_cli.models.composed import ComposedModel

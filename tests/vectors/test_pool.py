@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from composing import compose
 from conftest import TINY_CONFIG, write_open_clip
 from makers import FORMS, write_vector
 from safetensors.torch import load_file, save_file
 
-from atlas_cli.core.compose import Composition, compose
-from atlas_cli.core.granularity import by_block
+from atlas_cli.core.compose import Composition, by_block
 from atlas_cli.core.storage import Block, Dense, Form, bytes_of, decode, encode, relative_error
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import read_metadata
