@@ -92,7 +92,7 @@ def _opened(
         clip = open_model(locate(parse_reference(run)), Opening(arch, completed, "cpu"))
         return clip, *_head_of_model(clip, data)
     from atlas_cli.recipes.merge import read_merge
-    from atlas_cli.sources.vector_names import source_problems
+    from atlas_cli.sources.locate import source_problems
 
     recipe = read_merge(*console.read_text(str(learned)), source_problems).recipe
     if recipe.merge_method != "atlas" or recipe.base_model is None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from atlas_cli.reports.runs import (
         Run,
     )
-    from atlas_cli.sources.locate import Reference, Source
+    from atlas_cli.sources.locate import Source
+    from atlas_cli.sources.reference import Reference
 
 _TEXTS = (".yaml", ".yml", ".json")
 Subjects = Annotated[
@@ -95,7 +96,7 @@ def inspect(
 
 def _spelt_out(text: str) -> list[str]:
     """The task vectors that builtin:all stands for; any other subject is itself."""
-    from atlas_cli.sources.vector_names import name_vectors
+    from atlas_cli.sources.locate import name_vectors
 
     return [one.text for one in name_vectors([text])] if text == "builtin:all" else [text]
 
@@ -103,7 +104,8 @@ def _spelt_out(text: str) -> list[str]:
 def _parse(text: str) -> Reference:
     """A reference; a file that is not there is a typing mistake, not a name on the Hub."""
 
-    from atlas_cli.sources.locate import WEIGHT_SUFFIXES, parse_reference
+    from atlas_cli.sources.locate import parse_reference
+    from atlas_cli.sources.model_files import WEIGHT_SUFFIXES
 
     path = Path(text)
     is_file = path.suffix in WEIGHT_SUFFIXES and (text.count("/") < 2 or path.parent.is_dir())
@@ -114,16 +116,15 @@ def _parse(text: str) -> Reference:
 
 def _is_gathered(text: str, base: str | None) -> bool:
     """Whether a subject has to be made a task vector first, or stands for several."""
-    from atlas_cli.sources.locate import is_of_zoo
-    from atlas_cli.sources.vector_names import is_collection
+    from atlas_cli.sources.locate import is_collection, is_of_zoo
 
     return text != "-" and (base is not None or is_of_zoo(text) or is_collection(text))
 
 
 def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Source]:
     """Task vectors by reference; those of the zoo know their base."""
-    from atlas_cli.sources.locate import Reference, Source
-    from atlas_cli.sources.vector_names import check_vectors
+    from atlas_cli.sources.locate import Source, check_vectors
+    from atlas_cli.sources.reference import Reference
 
     check_vectors(texts)
 
@@ -139,7 +140,8 @@ def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Sour
 
 
 def _from_stdin(stack: ExitStack) -> Source:
-    from atlas_cli.sources.locate import Reference, Source
+    from atlas_cli.sources.locate import Source
+    from atlas_cli.sources.reference import Reference
 
     path = stack.enter_context(spooled_stdin(".safetensors"))
     return Source(Reference("-", "path", str(path)), path.parent, (path,))

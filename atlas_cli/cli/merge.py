@@ -173,7 +173,7 @@ def _check(push: str | None, explain: str | None) -> None:
 def _read_recipe(name: str, *, strict: bool) -> Merge:
     from atlas_cli.publishing.fetch import HUB, read_published, with_own_files
     from atlas_cli.recipes.merge import read_merge  # pydantic is slow to import
-    from atlas_cli.sources.vector_names import source_problems
+    from atlas_cli.sources.locate import source_problems
 
     if name.startswith(HUB):
         return read_merge(*read_published(name), source_problems, strict=strict)

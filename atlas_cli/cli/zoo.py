@@ -104,7 +104,7 @@ def _cached() -> dict[str, str]:
 
 def _set_row(name: str, entries: Sequence[ZooEntry], cached: dict[str, str]) -> dict[str, Any]:
     first, sizes = entries[0], [entry.megabytes or 0.0 for entry in entries]
-    here = sum(entry.reference.text in cached for entry in entries)
+    here = sum(entry.address in cached for entry in entries)
     values = (name, first.base, len(entries), first.format, sum(sizes), here)
     return dict(zip(_COLUMNS, values, strict=True))
 
@@ -118,7 +118,7 @@ def _entry_row(entry: ZooEntry, cached: dict[str, str]) -> dict[str, Any]:
         "format": entry.format,
         "licence": entry.licence or "not stated",
         "megabytes": entry.megabytes,
-        "cached": cached.get(entry.reference.text, ""),
+        "cached": cached.get(entry.address, ""),
         "source": entry.source,
     }
 

@@ -32,8 +32,15 @@ from atlas_cli.learning.events import (
 from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.recipes.model import UNIT, in_percent, parse_shots
 from atlas_cli.recipes.text import write_recipe
-from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
-from atlas_cli.sources.vector_names import VectorName, check_vectors, name_vectors
+from atlas_cli.sources.locate import (
+    Source,
+    VectorName,
+    check_architecture,
+    check_vectors,
+    locate,
+    name_vectors,
+    parse_reference,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,7 @@ from atlas_cli.models.heads import SavedHead, head_from_text, open_head
 from atlas_cli.models.tensor_names import block_of, normalised, piece
 from atlas_cli.recipes.learned import HeadEntry, VectorFile
 from atlas_cli.recipes.merge import Merge, MergeRecipe
-from atlas_cli.sources.locate import Source
-from atlas_cli.sources.vector_names import VectorName, name_vectors
+from atlas_cli.sources.locate import Source, VectorName, name_vectors
 from atlas_cli.vectors.format import in_scope, read_header
 from atlas_cli.vectors.pool import GatheredVector, Gathering, Pool, moved, open_pool, stored_vectors
 

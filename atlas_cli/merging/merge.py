@@ -23,7 +23,7 @@ from atlas_cli.merging.provenance import (
     origin_lines,
 )
 from atlas_cli.merging.steps import folder_of_steps, make_steps, planned_steps
-from atlas_cli.sources.vector_names import source_problems
+from atlas_cli.sources.locate import source_problems
 
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import PreparedMerge

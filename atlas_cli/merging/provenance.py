@@ -18,14 +18,8 @@ from atlas_cli import __version__
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.files import DIGESTS, digest_kind, digest_of, sha256_of
 from atlas_cli.recipes.text import write_mapping
-from atlas_cli.sources.locate import (
-    COMPANION_FILES,
-    Source,
-    locate,
-    locate_file,
-    parse_reference,
-    vector_file,
-)
+from atlas_cli.sources.locate import Source, locate, locate_file, parse_reference, vector_file
+from atlas_cli.sources.model_files import COMPANION_FILES
 
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import Plan

@@ -29,7 +29,8 @@ from atlas_cli.models.open_clip_config import (
 )
 from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
 from atlas_cli.parallel import choose_device
-from atlas_cli.sources.locate import Reference, Source, check_architecture
+from atlas_cli.sources.locate import Source, check_architecture
+from atlas_cli.sources.reference import Reference
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
 Warn = Callable[[str], None]

@@ -22,7 +22,8 @@ from atlas_cli.io.files import copy_file, copy_folder, inside
 from atlas_cli.models.clip import Clip, read_blueprint
 from atlas_cli.models.open_clip_config import text_folder
 from atlas_cli.models.tensor_names import has_text, read_tensors
-from atlas_cli.sources.locate import COMPANION_FILES, Source, read_object
+from atlas_cli.sources.locate import Source, read_object
+from atlas_cli.sources.model_files import COMPANION_FILES
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}

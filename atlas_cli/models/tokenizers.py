@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from atlas_cli.errors import AtlasError, CheckpointError, install_hint
-from atlas_cli.sources.locate import TOKENIZER_PATTERNS, read_object
+from atlas_cli.sources.locate import read_object
+from atlas_cli.sources.model_files import TOKENIZER_PATTERNS
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _FILES = (*TOKENIZER_PATTERNS, "added_tokens.json", "chat_template*", "*.tiktoken")

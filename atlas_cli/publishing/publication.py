@@ -175,7 +175,8 @@ def _picture(learned: str, where: Path) -> tuple[dict[str, Path | bytes], list[s
 
 def _model(folder: Path, repository: str, options: PublishOptions) -> Publication:
     from atlas_cli.merging.provenance import MANIFEST
-    from atlas_cli.sources.locate import Reference, locate
+    from atlas_cli.sources.locate import locate
+    from atlas_cli.sources.reference import Reference
 
     source = locate(Reference(str(folder), "path", str(folder)))  # is there a model in it?
     files: dict[str, Path | bytes] = {}

@@ -1,4 +1,4 @@
-"""One revision of a repository on the Hugging Face Hub, fetched by the official client."""
+"""Repositories on the Hugging Face Hub: asked for and fetched by the official client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
-from atlas_cli.io.files import is_plain
+from atlas_cli.io.files import (
+    CachedDigest,
+    is_plain,
+    load_digests,
+    named_sha256,
+    save_digests,
+    sha256_of,
+    stat_files,
+)
 
 _TRIES = 3  # a connection can be cut in the middle of a large file
 _BRANCH = "main"
@@ -192,6 +200,28 @@ def _strange(problem: Exception, repository: str) -> AtlasError:
         f"{repository}: {constants.ENDPOINT} answers as no Hub does "
         f"({type(problem).__name__}: {said})"
     )
+
+
+def verify(path: Path) -> None:
+    """Raise UnreachableError, and drop a file, whose bytes are not those that the Hub named.
+
+    A file that has been looked at is known by its size and times.
+    """
+    named = named_sha256(path)
+    if named is None:
+        return
+    stats = stat_files([path])
+    found = load_digests("files", stats, [path.name])
+    if not found:
+        found = {path.name: CachedDigest(sha256_of(path))}
+        save_digests("files", stats, found)
+    if found[path.name].digest != named:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise UnreachableError(
+            f"{path.name}: what arrived is not what the Hub named: sha256 "
+            f"{found[path.name].digest[:12]}..., expected {named[:12]}...; it is dropped, try again"
+        )
 
 
 # What the client raises -----------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What users write for models and task vectors, and the local files behind it.
 
 References are understood without opening anything; `locate` finds their files, and downloads them
-if need be.
+if need be. A text for task vectors may stand for one, or for a group: a folder, builtin:all, a set
+of the zoo, a collection on the Hub, or a repository with several vectors.
 """
 
 from __future__ import annotations
@@ -10,82 +11,45 @@ import fnmatch
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError, nearest
-from atlas_cli.io.files import (
-    CachedDigest,
-    digest_of,
-    inside,
-    load_digests,
-    named_sha256,
-    read_regular,
-    save_digests,
-    sha256_of,
-    stat_files,
+from atlas_cli.io.files import digest_of, inside, read_regular
+from atlas_cli.sources.hub import Snapshot, open_snapshot, verify
+from atlas_cli.sources.listings import collected_models, vectors_in
+from atlas_cli.sources.model_files import (
+    CONFIG_NAMES,
+    WEIGHT_NAMES,
+    WEIGHT_SUFFIXES,
+    is_companion,
+    text_tower_patterns,
+    why_no_weights,
 )
-from atlas_cli.sources.hub import Snapshot, open_snapshot
-from atlas_cli.sources.open_clip_table import open_clip_repository, open_clip_tags
+from atlas_cli.sources.open_clip_table import open_clip_tags
+from atlas_cli.sources.reference import (
+    PLAIN_STEM,
+    Reference,
+    hub_address,
+    parse_hub,
+    parse_published,
+    published_name,
+)
+from atlas_cli.sources.zoo import ZOO, find_entries
 
-Kind = Literal["builtin", "path", "open_clip", "hub"]
 BUILTIN_MODELS: tuple[str, ...] = ("tiny",)
 BUILTIN_VECTORS: tuple[str, ...] = (
     *("digits", "letters", "house_numbers", "signs"),
     *("textures", "terrain", "counts", "silhouettes"),
 )
 _BUILTIN = "builtin:"
-ZOO = "zoo:"
 _FILES = Path(__file__).parent / "builtin"
-
-GRAMMAR = (
-    "builtin:tiny, ARCHITECTURE/TAG or ARCHITECTURE,TAG of open_clip, "
-    "OWNER/NAME[/FILE][@REVISION] on the Hub, a folder or a weight file"
-)
-# In order of preference. Safetensors first: nothing in them can be run.
-WEIGHT_NAMES = (
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.safetensors",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-    "open_clip_pytorch_model.bin",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
-CONFIG_NAMES = (
-    *("open_clip_config.json", "config.json", "preprocessor_config.json"),
-    "adapter_config.json",
-)
-TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
-# Files that belong to a model beside its weights: fetched and copied with them.
-COMPANION_FILES = (
-    *("*.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja"),
-    *("LICENSE*", "NOTICE*"),
-)
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model has some thousand
 
 
 # References -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a user wrote, understood but not yet opened."""
-
-    text: str
-    kind: Kind
-    name: str  # builtin name, path, architecture, or owner/name
-    file: str | None = None
-    tag: str | None = None
-    revision: str | None = None
 
 
 def parse_reference(text: str) -> Reference:
@@ -99,20 +63,12 @@ def parse_reference(text: str) -> Reference:
             raise UsageError(f"unknown model '{text}'{nearest(rest, BUILTIN_MODELS)} ({known})")
         return Reference(text, "builtin", rest)
     if scheme in {"hf-hub", "hf"}:
-        return _parse_hub(text, rest.removeprefix("//"))
+        return parse_hub(text, rest.removeprefix("//"))
     if scheme == "local-dir":
         return _parse_path(text, rest)
     if text.startswith(("./", "../", "/", "~")) or Path(text).exists():
         return _parse_path(text, text)
-    left, slash, right = text.partition("/")
-    if (pair := text.partition(","))[0] in open_clip_tags() and pair[1]:
-        left, slash, right = pair  # as open_clip itself writes it
-    if left in open_clip_tags():
-        return _parse_open_clip(text, left, right)
-    if not slash or (close := nearest(left, open_clip_tags())):
-        close = close if slash else nearest(left, [*open_clip_tags(), "builtin:tiny"])
-        raise UsageError(f"unknown model '{text}'{close} (a model is {GRAMMAR})")
-    return _parse_hub(text, text)
+    return parse_published(text)
 
 
 def _parse_path(text: str, path: str) -> Reference:
@@ -122,39 +78,13 @@ def _parse_path(text: str, path: str) -> Reference:
     return Reference(text, "path", str(local))
 
 
-def _parse_open_clip(text: str, architecture: str, tag: str) -> Reference:
-    tags = open_clip_tags()[architecture]
-    if not tag and tags:
-        example = f"{architecture}/{'openai' if 'openai' in tags else tags[0]}"
-        listed = ", ".join(tags)
-        raise UsageError(f"{architecture}: which weights? for example {example} (it has: {listed})")
-    if tag not in tags:
-        listed = ", ".join(tags) or "none"
-        raise UsageError(
-            f"open_clip has no weights '{tag}' for {architecture}{nearest(tag, tags)} "
-            f"(it has: {listed})"
-        )
-    return Reference(text, "open_clip", architecture, tag=tag)
-
-
-def _parse_hub(text: str, address: str) -> Reference:
-    path, _, revision = address.partition("@")
-    owner, _, rest = path.partition("/")
-    name, _, file = rest.partition("/")
-    if not all(re.fullmatch(r"[\w.-]+", part) for part in (owner, name)):
-        raise UsageError(f"'{text}' is no model reference (a model is {GRAMMAR})")
-    if "@" in address and not revision:
-        raise UsageError(f"'{text}' ends with @ but names no revision")
-    return Reference(text, "hub", f"{owner}/{name}", file=file or None, revision=revision or None)
-
-
 def check_architecture(name: str | None) -> None:
     """Raise UsageError unless open_clip knows an architecture of that name."""
     if name is not None and name not in open_clip_tags():
         raise UsageError(f"unknown architecture '{name}'{nearest(name, open_clip_tags())}")
 
 
-# Task vectors ---------------------------------------------------------------------------------
+# What atlas comes with ------------------------------------------------------------------------
 
 
 def builtin_model(name: str) -> Path:
@@ -165,11 +95,6 @@ def builtin_model(name: str) -> Path:
 def _builtin_vector(name: str) -> Path:
     """The task vector of the built-in model for a task, as `atlas extract` writes it."""
     return _FILES / "vectors" / f"{name}.safetensors"
-
-
-def is_of_zoo(text: str) -> bool:
-    """Whether a text names a set or an entry of the zoo."""
-    return text.startswith(ZOO)
 
 
 def vector_file(text: str) -> Path:
@@ -211,14 +136,8 @@ class Source:
 
     def provenance(self) -> dict[str, object]:
         """Where the weights came from, exactly: reference, commit, and sha256 of every file."""
-        return {
-            "reference": self.reference.text,
-            "commit": self.commit,
-            "sha256": self._hashes(),
-        }
-
-    def _hashes(self) -> dict[str, str]:
-        return {path.name: digest_of(path, "sha256") for path in self.weights}
+        hashes = {path.name: digest_of(path, "sha256") for path in self.weights}
+        return {"reference": self.reference.text, "commit": self.commit, "sha256": hashes}
 
 
 def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
@@ -235,7 +154,10 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
                 return _in_folder(reference, path)
             return Source(reference, path.parent, (path,))
         case "open_clip" | "hub":
-            return _on_hub(reference, *hub_address(reference), beside)
+            repository, file = hub_address(reference)
+            likely = [*filter(None, (file,)), *CONFIG_NAMES, *WEIGHT_NAMES]
+            snapshot = open_snapshot(repository, reference.revision, likely)
+            return from_snapshot(reference, snapshot, file, beside)
 
 
 def locate_file(reference: Reference, name: str) -> Source | None:
@@ -252,37 +174,14 @@ def locate_file(reference: Reference, name: str) -> Source | None:
     snapshot = open_snapshot(repository, reference.revision, [name, *CONFIG_NAMES])
     if name not in snapshot.files:
         return None
-    beside = [each for each in snapshot.files if "/" not in each and _is_companion(each)]
+    beside = [each for each in snapshot.files if "/" not in each and is_companion(each)]
     folder = snapshot.fetch([name, *beside])
     return Source(reference, folder, (folder / name,), commit=snapshot.commit)
-
-
-def _is_companion(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in COMPANION_FILES)
 
 
 def _in_folder(reference: Reference, folder: Path) -> Source:
     entry = choose_weights([path.name for path in folder.iterdir()], reference.text)
     return Source(reference, folder, tuple(folder / name for name in _members(folder, entry)))
-
-
-def hub_address(reference: Reference) -> tuple[str, str | None]:
-    """The Hub repository, and the file in it; of an open_clip tag, those that open_clip lists."""
-    if reference.kind == "hub":
-        return reference.name, reference.file
-    address = open_clip_repository(reference.name, reference.tag or "")
-    if address is None:
-        raise UsageError(f"{reference.text}: open_clip lists no weights for it on the Hub")
-    owner, name, file = (*address.split("/"), "")[:3]
-    return f"{owner}/{name}", file or None
-
-
-def _on_hub(
-    reference: Reference, repository: str, file: str | None, beside: Sequence[str]
-) -> Source:
-    likely = [*CONFIG_NAMES, *WEIGHT_NAMES]
-    snapshot = open_snapshot(repository, reference.revision, [file, *likely] if file else likely)
-    return from_snapshot(reference, snapshot, file, beside)
 
 
 def from_snapshot(
@@ -296,55 +195,16 @@ def from_snapshot(
     if missing:
         raise UnreachableError(f"{reference.text}: lists {missing[0]} but does not hold it")
     snapshot.fetch([*members, *CONFIG_NAMES])
-    if described := _of_text_tower(folder, snapshot.files):
-        snapshot.fetch(described)
+    described = folder / "open_clip_config.json"
+    config = read_object(described) if described.is_file() else {}
+    if text_tower := text_tower_patterns(config, snapshot.files):
+        snapshot.fetch(text_tower)
     if beside and any(fnmatch.fnmatchcase(n, p) for n in snapshot.files for p in beside):
         snapshot.fetch(beside)
     weights = tuple(folder / name for name in members)
     for path in weights:
-        _verify(path)
+        verify(path)
     return Source(reference, weights[0].parent, weights, commit=snapshot.commit)
-
-
-def _of_text_tower(folder: Path, files: Sequence[str]) -> Sequence[str]:
-    """Patterns of files that describe a text tower of transformers, and of its tokenizer.
-
-    They lie in a folder that the configuration names, or beside the weights.
-    """
-    path = folder / "open_clip_config.json"
-    model = read_object(path).get("model_cfg") if path.is_file() else None
-    text = model.get("text_cfg") if isinstance(model, dict) else None
-    if not isinstance(text, dict):
-        return ()
-    homes = {text.get("hf_model_name"), text.get("hf_tokenizer_name")}
-    described = [
-        name
-        for name in files
-        if "/" in name and name.partition("/")[0] in homes and not name.endswith(WEIGHT_SUFFIXES)
-    ]
-    return described or (TOKENIZER_PATTERNS if "hf_tokenizer_name" in text else ())
-
-
-def _verify(path: Path) -> None:
-    """Raise UnreachableError, and drop a file, whose bytes are not those that the Hub named.
-
-    A file that has been looked at is known by its size and times.
-    """
-    named = named_sha256(path)
-    if named is None:
-        return
-    stats = stat_files([path])
-    found = load_digests("files", stats, [path.name])
-    if not found:
-        found = {path.name: CachedDigest(sha256_of(path))}
-        save_digests("files", stats, found)
-    if found[path.name].digest != named:
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise UnreachableError(
-            f"{path.name}: what arrived is not what the Hub named: sha256 "
-            f"{found[path.name].digest[:12]}..., expected {named[:12]}...; it is dropped, try again"
-        )
 
 
 def choose_weights(names: Collection[str], where: str) -> str:
@@ -356,12 +216,7 @@ def choose_weights(names: Collection[str], where: str) -> str:
     loose = indexed or sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and "/" not in n)
     if len(loose) == 1:
         return loose[0]
-    found = f"several: {', '.join(loose[:4])}; name one of them" if loose else "none"
-    if not loose and any(name.endswith(".gguf") for name in names):
-        found = "GGUF, which llama.cpp runs; take the model that it was converted from"
-    elif not loose and "model_index.json" in names:
-        found = "a diffusers pipeline; name one of its parts, such as its folder unet"
-    raise AtlasError(f"{where}: expected one weight file, found {found}")
+    raise AtlasError(f"{where}: expected one weight file, found {why_no_weights(names, loose)}")
 
 
 def _members(folder: Path, entry: str) -> Sequence[str]:
@@ -388,3 +243,143 @@ def read_object(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
+
+
+# Task vectors by name -------------------------------------------------------------------------
+
+_COLLECTION = re.compile(r"(?:hf://|https://huggingface\.co/)collections/([\w.-]+/[\w.-]+)")
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class VectorName:
+    """A task vector that was named, alone or as one of a group. Nothing of it is opened."""
+
+    text: str
+    name: str
+    reference: Reference
+    group: str | None = None
+    storage: str | None = None  # else as all others are kept
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether its files have to be downloaded."""
+        return self.reference.kind in ("hub", "open_clip")
+
+
+def is_of_zoo(text: str) -> bool:
+    """Whether a text names a set or an entry of the zoo."""
+    return text.startswith(ZOO)
+
+
+def is_collection(text: str) -> bool:
+    """Whether a text is the address of a collection on the Hub."""
+    return _COLLECTION.fullmatch(text) is not None
+
+
+def check_vectors(texts: Sequence[str]) -> None:
+    """Raise UsageError for a text that cannot be a task vector. Asks nobody."""
+    for text in texts:
+        if not is_collection(text):
+            for _ in _named(text, ask=False):
+                pass
+
+
+def source_problems(kind: Literal["model", "vector"], text: str) -> list[str]:
+    """What is wrong with a reference to a model, or MODEL+ADAPTER, or to a task vector."""
+    problems = []
+    parts = [text] if kind == "vector" or Path(text).exists() else text.rsplit("+", 1)
+    for part in parts:  # a path may have a + in it
+        try:
+            check_vectors([part]) if kind == "vector" else parse_reference(part)
+        except UsageError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def name_vectors(texts: Sequence[str], tell: Tell = lambda text: None) -> list[VectorName]:
+    """Every vector that the texts stand for. The Hub is asked for what only it knows."""
+    return [name for text in texts for name in _listed(text, tell)]
+
+
+def _listed(text: str, tell: Tell) -> Iterator[VectorName]:
+    if (match := _COLLECTION.fullmatch(text)) is None:
+        yield from _named(text, ask=True)
+        return
+    for model in collected_models(text, match[1], tell):
+        yield from (replace(one, group=text) for one in _named(f"hf://{model}", ask=True))
+
+
+def _named(text: str, *, ask: bool) -> Iterator[VectorName]:
+    if is_of_zoo(text):
+        entries = find_entries(text)
+        group = text if len(entries) > 1 else None
+        for entry in entries:
+            yield VectorName(entry.name, entry.task, parse_reference(entry.address), group)
+    elif text == "builtin:all":
+        for name in BUILTIN_VECTORS:
+            yield from (replace(one, group=text) for one in _named(f"builtin:{name}", ask=ask))
+    elif text.startswith("builtin:") or _is_local(text):
+        yield from _at_path(text, vector_file(text))
+    else:
+        reference = _parse(text)
+        whole = reference.kind == "hub" and not reference.file  # a repository
+        files = vectors_in(reference.name, reference.revision) if ask and whole else ()
+        for file in files:
+            yield _within(reference, file, group=text if len(files) > 1 else None)
+        if not files:
+            yield VectorName(text, name_of(reference), reference)
+
+
+def _is_local(text: str) -> bool:
+    """Whether a text is a path: one that exists, or that can be nothing else."""
+    path = Path(text).expanduser()
+    if path.exists() or text.startswith(("./", "../", "/", "~")):
+        return True
+    file = path.suffix in WEIGHT_SUFFIXES and (text.count("/") < 2 or path.parent.is_dir())
+    return ":" not in text and (file or "/" not in text or text.endswith("/"))
+
+
+def _parse(text: str) -> Reference:
+    try:
+        return parse_reference(text)
+    except UsageError as problem:
+        raise UsageError(str(problem).replace("unknown model", "unknown task vector")) from None
+
+
+def _at_path(text: str, path: Path) -> Iterator[VectorName]:
+    """A file, a folder of vectors, or the folder of a model or an adapter."""
+    if path.is_dir() and not is_model_folder(path):
+        inside = sorted(path.glob("*.safetensors"))
+        if not inside:
+            raise UsageError(f"{text}: holds no task vectors (*.safetensors), and is no model")
+        for file in inside:
+            reference = Reference(str(file), "path", str(file))
+            yield VectorName(str(file), name_of(reference), reference, text)
+        return
+    if not path.exists():
+        raise UsageError(f"no such task vector: {text}")
+    name = text if text.startswith("builtin:") else str(path)
+    reference = Reference(name, "path", str(path))
+    yield VectorName(name, name_of(reference), reference)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds one model or adapter, rather than task vectors."""
+    return any((folder / name).is_file() for name in (*WEIGHT_NAMES, *CONFIG_NAMES))
+
+
+def _within(reference: Reference, file: str, *, group: str | None) -> VectorName:
+    path, at, revision = reference.text.partition("@")
+    one = replace(reference, text=f"{path.rstrip('/')}/{file}{at}{revision}", file=file)
+    return VectorName(one.text, name_of(one), one, group)
+
+
+def name_of(reference: Reference) -> str:
+    """A name for a vector, from what its model is called."""
+    if reference.kind != "path":
+        return published_name(reference)
+    path = Path(reference.name).resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name if PLAIN_STEM.fullmatch(path.stem) and path.parent.name else path.stem

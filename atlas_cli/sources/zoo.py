@@ -10,8 +10,8 @@ from typing import Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.text import parse_mapping
-from atlas_cli.sources.locate import ZOO, Reference, parse_reference
 
+ZOO = "zoo:"
 _OURS = Path(__file__).parent / "zoo.yaml"
 _NEEDED = ("base", "repository", "format", "tasks")
 _KNOWN = {*_NEEDED, "of", "file", "licence", "megabytes", "source"}
@@ -37,10 +37,9 @@ class ZooEntry:
         return f"{ZOO}{self.set}/{self.task}"
 
     @property
-    def reference(self) -> Reference:
+    def address(self) -> str:
         """Where the model is on the Hub, or in a file or folder of the user's own."""
-        text = "/".join(filter(None, (self.repository, self.file)))
-        return parse_reference(text)
+        return "/".join(filter(None, (self.repository, self.file)))
 
 
 def user_file() -> Path:

@@ -27,23 +27,18 @@ from atlas_cli.io.files import cache_folder, locked, sha256_of
 from atlas_cli.models.lora import is_lora_torch
 from atlas_cli.models.tensor_names import is_adapter
 from atlas_cli.sources.hub import Snapshot
+from atlas_cli.sources.listings import Listing, last_commit, look_up
 from atlas_cli.sources.locate import (
-    Reference,
     Source,
+    VectorName,
     choose_weights,
     from_snapshot,
-    hub_address,
     is_of_zoo,
     locate,
+    name_vectors,
     parse_reference,
 )
-from atlas_cli.sources.vector_names import (
-    Listing,
-    VectorName,
-    last_commit,
-    look_up,
-    name_vectors,
-)
+from atlas_cli.sources.reference import Reference, hub_address
 from atlas_cli.sources.zoo import find_entries
 from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice
@@ -71,7 +66,7 @@ def gather(
     how = how or Gathering()
     taken = wanted([_called(name, base) for name in names], how)
     on_hub = [name for name in taken if name.on_hub]
-    before = {name: last_commit(name.reference) for name in on_hub}
+    before = {name: last_commit(*_revision(name)) for name in on_hub}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         listings = dict(zip(on_hub, pool.map(_look_up, on_hub), strict=True))
     gatherer = _Gatherer(base, how)
@@ -97,7 +92,12 @@ def gather_by_name(
 
 
 def _look_up(name: VectorName) -> Listing:
-    return look_up(name.reference)
+    return look_up(*_revision(name))
+
+
+def _revision(name: VectorName) -> tuple[str, str | None]:
+    """The repository of a vector on the Hub, and the revision that is named."""
+    return hub_address(name.reference)[0], name.reference.revision
 
 
 def _tell_of_changes(

@@ -29,8 +29,7 @@ from atlas_cli.errors import MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.sources.locate import vector_file
-from atlas_cli.sources.vector_names import VectorName
+from atlas_cli.sources.locate import VectorName, vector_file
 from atlas_cli.vectors.format import (
     StoredVector,
     base_fingerprint,

@@ -92,7 +92,7 @@ def test_a_failing_step_leaves_nothing(call, merge, tmp_path: Path):
     ],
 )
 def test_what_is_wrong_with_documents_is_told(merge, documents: list[Any], said: str):
-    from atlas_cli.sources.vector_names import source_problems
+    from atlas_cli.sources.locate import source_problems
 
     with pytest.raises(UsageError) as caught:
         read_merge(yaml.safe_dump_all(documents), "r", source_problems)

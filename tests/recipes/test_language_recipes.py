@@ -9,7 +9,7 @@ from imports import outcomes
 
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge import read_merge
-from atlas_cli.sources.vector_names import source_problems
+from atlas_cli.sources.locate import source_problems
 
 STACK = "merge_method: passthrough\nslices:\n"
 PLAIN = "merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: ./m}, {model: ./n}]\n"

@@ -14,7 +14,7 @@ from atlas_cli.recipes.merge import Merge, MergeRecipe, split_adapter
 from atlas_cli.recipes.merge import read_merge as read_with
 from atlas_cli.recipes.merge_parameters import depths_of, resolve, value_of
 from atlas_cli.recipes.schema import key_table, merge_schema
-from atlas_cli.sources.vector_names import source_problems
+from atlas_cli.sources.locate import source_problems
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = "builtin:tiny"

@@ -16,7 +16,7 @@ from atlas_cli.recipes.learning import AddRecipe, NegateRecipe
 from atlas_cli.recipes.merge import read_merge
 from atlas_cli.recipes.model import check_recipe, read_recipe
 from atlas_cli.recipes.tta import TtaRecipe
-from atlas_cli.sources.vector_names import source_problems
+from atlas_cli.sources.locate import source_problems
 
 SCHEMAS = {
     **{"eval": EvalRecipe, "fit": FitRecipe, "negate": NegateRecipe, "add": AddRecipe},

@@ -9,8 +9,9 @@ import pytest
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.files import sha256_of
-from atlas_cli.sources.locate import Reference, choose_weights, locate, parse_reference
+from atlas_cli.sources.locate import choose_weights, locate, parse_reference
 from atlas_cli.sources.open_clip_table import open_clip_repository, open_clip_tags
+from atlas_cli.sources.reference import Reference
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ import pytest
 
 from atlas_cli.errors import UsageError
 from atlas_cli.models.tensor_names import read_tensors
-from atlas_cli.sources.locate import BUILTIN_VECTORS, locate, parse_reference, vector_file
-from atlas_cli.sources.vector_names import name_vectors
+from atlas_cli.sources.locate import (
+    BUILTIN_VECTORS,
+    locate,
+    name_vectors,
+    parse_reference,
+    vector_file,
+)
 from atlas_cli.vectors.format import base_fingerprint, open_checked
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.sources.locate import WEIGHT_SUFFIXES, parse_reference
+from atlas_cli.sources.locate import parse_reference
+from atlas_cli.sources.model_files import WEIGHT_SUFFIXES
 from atlas_cli.sources.zoo import find_entries, read_zoo
 
 SIZES = {"vit-b-32": 20, "vit-b-32/8": 8, "vit-b-16": 20, "vit-l-14": 20}
@@ -24,7 +25,7 @@ def test_every_entry_names_base_repository_layout_and_source_of_the_fact():
         assert re.fullmatch(r"vit-[bl]-\d\d(-lora)?(/\w+)?", name)
         for entry in entries:
             assert parse_reference(entry.base).kind == "hub"
-            reference = entry.reference
+            reference = parse_reference(entry.address)
             assert (reference.kind, reference.name) == ("hub", entry.repository)
             assert reference.file == entry.file
             assert entry.file is not None
