@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from atlas_cli.learning.run import (
 from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
+    import torch
+
     from atlas_cli.core.losses import Classifier
-    from atlas_cli.learning.batches import LabelledObjective, TaskScore
+    from atlas_cli.learning.batches import LabelledObjective, TaskScore, TrainingConfig
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
@@ -37,6 +40,8 @@ _SCORED = {
     "holdout": "on images held out",
     "kfold": "over the folds",
 }
+_SCALES = (1.0, 3.0, 5.0, 7.0, 10.0)  # of the pooled start of singular directions
+_WARMUP = 0.1
 
 
 def fit(
@@ -76,7 +81,6 @@ class Fitting(LearningVerb):
 
     def objective(self, setup: Setup) -> tuple[LabelledObjective, Policy]:
         """Cross-entropy on the images of one task."""
-        from atlas_cli.learning.basis import singular_start, singular_training
         from atlas_cli.learning.batches import LabelledObjective, TaskData
         from atlas_cli.learning.heads import (
             JOINT,
@@ -106,14 +110,14 @@ class Fitting(LearningVerb):
         objective = kind(
             setup.model,
             (TaskData(setup.tasks[0], head),),
-            training_of(recipe) if not singular else singular_training(recipe),
+            training_of(recipe) if not singular else _singular_training(recipe),
             recognise,
             start,
             judges=setup.judges,
             scaled=setup.scaled,
         )
         if singular:
-            objective = replace(objective, start=singular_start(setup, objective, policy))
+            objective = replace(objective, start=_singular_start(setup, objective, policy))
         return objective, policy
 
     @property
@@ -131,12 +135,13 @@ class Fitting(LearningVerb):
         if folder is None:
             raise UsageError("--basis writes its directions into the run's folder; use -o DIR")
 
-        from atlas_cli.learning.basis import check_sources
         from atlas_cli.learning.run_folder import trimmed_folder
+        from atlas_cli.learning.setup import refuse_target
         from atlas_cli.vectors.basis import write_basis
+        from atlas_cli.vectors.pool import open_member
 
         if not self.recipe.allow_target:
-            check_sources(inputs.files, inputs.datasets[0])
+            refuse_target(map(open_member, inputs.files), inputs.datasets[0])
         with trimmed_folder(folder) as target:
             made = write_basis(self.recipe.basis, inputs.files, target, self.recipe.seed)
             yield replace(inputs, files=tuple(made))
@@ -232,3 +237,30 @@ def recognise(scores: Sequence[TaskScore], references: Sequence[TaskScore]) -> S
 
     (found,) = scores
     return Score((found.accuracy, found.gain), {"accuracy": found.accuracy})
+
+
+# Singular directions --------------------------------------------------------------------------
+
+
+def _singular_training(recipe: FitRecipe) -> TrainingConfig:
+    """BOLT's: coefficients below zero count as zero; the rate rises over a tenth of the steps."""
+    from atlas_cli.learning.setup import training_of
+
+    training = training_of(recipe, (0.0, math.inf))
+    config = replace(training.optimizer_config, warmup_share=_WARMUP)
+    return replace(training, optimizer_config=config)
+
+
+def _singular_start(setup: Setup, objective: LabelledObjective, policy: Policy) -> torch.Tensor:
+    """The best of some multiples of the pooled coefficients, by the shots that are learned from."""
+    from atlas_cli.vectors.basis import read_start
+
+    pooled = setup.table()
+    column = {label: number for number, label in enumerate(setup.layout.labels)}
+    for block, values in read_start(setup.inputs.files).items():
+        pooled[: len(values), column[block]] = values.to(pooled.device)
+    tables = [(scale * pooled).clamp(min=0.0) for scale in _SCALES]
+    fold = policy.folds[-1]
+    learned_from = replace(fold, scored_on=fold.train)
+    plain = replace(objective, judges=())
+    return max(tables, key=lambda table: plain.judge(learned_from, table))

@@ -32,7 +32,6 @@ from atlas_cli.learning.selection import (
     validation_folds,
 )
 from atlas_cli.learning.setup import Setup, layout_of, placed_labels
-from atlas_cli.learning.tuned_vector import write_tuned
 from atlas_cli.models.headed import HeadedModel, projection_name
 from atlas_cli.models.heads import SavedHead, to_text, write_head
 from atlas_cli.recipes.learned import HeadEntry, LearnedRecipe, VectorEntry
@@ -272,10 +271,10 @@ def _with_projection(
     model.load(selection.coefficients)
     added = (wanted - model.projection()).cpu()
     tensor = f"visual.{name}"
-    path = folder.folder / PROJECTION
     base = setup.clip.module.state_dict()[tensor].float().cpu()
     changed = {tensor: base + (added.T if flipped else added)}
-    entry = write_tuned(inputs, changed, path, f"projection tuned on {inputs.datasets[0].name}")
+    told = f"projection tuned on {inputs.datasets[0].name}"
+    entry = folder.keep_vector(PROJECTION, inputs.model, changed, told)
     return recipe.model_copy(
         update={
             "vectors": [*recipe.vectors, entry],

@@ -16,7 +16,9 @@ import torch
 from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
-from atlas_cli.io.files import LOCK, FolderLock, read_regular, write_text
+from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
+from atlas_cli.recipes.learned import VectorEntry
+from atlas_cli.sources.locate import Source
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions
@@ -112,6 +114,16 @@ class RunFolder:
         with _explained(self.folder):
             write_tensors(path, {"coefficients": coefficients.cpu().contiguous()})
         return str(path)
+
+    def keep_vector(
+        self, name: str, model: Source, changed: Mapping[str, torch.Tensor], told: str
+    ) -> VectorEntry:
+        """Write tensors of the base that were changed as a task vector, for a learned recipe."""
+        from atlas_cli.vectors.extract import extract_changed
+
+        path = self.folder / name
+        extract_changed(path, model, changed, told)
+        return VectorEntry(name=path.stem, file=str(path), sha256=sha256_of(path))
 
     def finish(
         self,

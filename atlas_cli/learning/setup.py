@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -272,7 +272,7 @@ def prepared(
     if inputs.files:
         pool = open_pool(inputs.files, read_tensors(inputs.model), list(base), budget=budget)
     if isinstance(recipe, FitRecipe) and not recipe.allow_target:
-        refuse_target(pool, inputs.datasets[0])
+        refuse_target(pool.members, inputs.datasets[0])
     layout = layout_of(recipe, pool.shapes)
     view = view_of(clip.preprocess)
     room = _PIXELS // (len(inputs.datasets) + len(inputs.judges))
@@ -331,15 +331,14 @@ def layout_of(recipe: LearnRecipe | LearnedRecipe, shapes: Shapes) -> Layout:
     return choose_layout(shapes, recipe.granularity, recipe.groups, recipe.seed)
 
 
-def refuse_target(pool: Pool, dataset: Dataset) -> None:
+def refuse_target(members: Iterable[Member], dataset: Dataset) -> None:
     """Refuse a vector that by its name was learned on the very data it is to be fitted to."""
-    number = own_vector(pool, dataset)
-    if number is not None:
-        member = pool.members[number]
-        raise MismatchError(
-            f"{member.path}: vector {member.name} seems to be learned on {dataset.name} "
-            "itself; leave it out, or say --allow-target"
-        )
+    for member in members:
+        if is_of(member.name, dataset):
+            raise MismatchError(
+                f"{member.path}: vector {member.name} seems to be learned on {dataset.name} "
+                "itself; leave it out, or say --allow-target"
+            )
 
 
 def own_vector(pool: Pool, dataset: Dataset) -> int | None:

@@ -102,8 +102,7 @@ class Adapting(LearningVerb):
         elif folder is None:
             raise UsageError("--tune layernorm writes a task vector; give a folder with -o DIR")
         else:
-            path = folder.folder / "layernorm.safetensors"
-            recipe = _write_vector(ready, selection.coefficients, path)
+            recipe = _with_norms(ready, selection.coefficients, folder)
         return recipe.model_copy(update={"head": _head_beside(ready)})
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
@@ -171,21 +170,21 @@ def check_classes(names: Sequence[str], where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _write_vector(ready: PreparedRun, values: torch.Tensor, path: Path) -> LearnedRecipe:
+def _with_norms(ready: PreparedRun, values: torch.Tensor, folder: RunFolder) -> LearnedRecipe:
     """Write tuned LayerNorms as a task vector; the recipe adds all of it."""
-    from atlas_cli.learning.tuned_vector import write_tuned
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.vectors.format import open_vector
 
     inputs = ready.inputs
     changed = ready.setup.model.load(values)
-    entry = write_tuned(inputs, changed, path, f"LayerNorms tuned on {inputs.datasets[0].name}")
-    blocks = [block.name for block in open_vector(path).header.blocks if block.norm]
+    told = f"LayerNorms tuned on {inputs.datasets[0].name}"
+    entry = folder.keep_vector("layernorm.safetensors", inputs.model, changed, told)
+    blocks = [block.name for block in open_vector(Path(entry.file)).header.blocks if block.norm]
     return LearnedRecipe(
         merge_method="atlas",
         base_model=inputs.recipe.model,
         vectors=[entry],
-        coefficients={path.stem: dict.fromkeys(blocks, 1.0)},
+        coefficients={entry.name: dict.fromkeys(blocks, 1.0)},
         seed=inputs.recipe.seed,
     )
 

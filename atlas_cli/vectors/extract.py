@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,11 @@ from atlas_cli import __version__
 from atlas_cli.core import storage
 from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
-from atlas_cli.io.checkpoint import TensorStream
+from atlas_cli.io.checkpoint import TensorStream, write_tensors
 from atlas_cli.io.files import whole_file
 from atlas_cli.parallel import torch_threads
-from atlas_cli.sources.locate import Source
-from atlas_cli.vectors.bases import Base
+from atlas_cli.sources.locate import Source, locate, parse_reference
+from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
 from atlas_cli.vectors.format import BlockInfo, Header, natural, to_metadata
 from atlas_cli.vectors.targets import ExtractRequest, VectorTarget
@@ -149,6 +150,27 @@ def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Op
     except OSError as problem:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
     return dataclasses.replace(made, path=str(path))
+
+
+def extract_changed(
+    path: Path, model: Source, changed: Mapping[str, torch.Tensor], told: str
+) -> Extracted:
+    """Write the change of some tensors of a model's image tower as a vector.
+
+    `told` says in words where it is from, in place of a fine-tuned model.
+    """
+    base = open_base(model, "visual")
+    tensors = {name: block.read() for name, block in base.blocks.items()}
+    tensors |= {name: tensor.cpu().clone() for name, tensor in changed.items()}
+    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
+        tuned = Path(folder) / "tuned.safetensors"
+        write_tensors(tuned, tensors)
+        source = locate(parse_reference(str(tuned)))
+        # The folder is gone afterwards, and its name would differ between runs.
+        source = dataclasses.replace(
+            source, reference=dataclasses.replace(source.reference, text=told)
+        )
+        return extract_to(path, path.stem, base, source, Options())
 
 
 def write_vector(

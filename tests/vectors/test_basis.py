@@ -161,9 +161,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         assert not run.exists(), words
     with pytest.raises(UsageError, match="use -o DIR"):
         atlas_cli.fit(world / "photos", model=world / "base", vectors=paths(world), basis="pca:1")
-    (world / "birds").symlink_to(world / "photos")
-    with pytest.raises(MismatchError, match="vector birds seems to be learned on"):
-        atlas_cli.fit(
-            world / "birds", model=world / "base", vectors=paths(world), basis="pca:1", output=run
-        )
-    assert not run.exists()
+    for data, own in (("birds", "birds"), ("stanford-cars", "<cars>")):  # one task, two names
+        (world / data).symlink_to(world / "photos")
+        with pytest.raises(MismatchError, match=f"vector {own} seems to be learned on"):
+            atlas_cli.fit(
+                world / data, model=world / "base", vectors=paths(world), basis="pca:1", output=run
+            )
+        assert not run.exists()
