@@ -28,7 +28,7 @@ from atlas_cli.datasets.builtin.concepts import Concept
 from atlas_cli.datasets.builtin.scenes import picture
 from atlas_cli.datasets.builtin.styles import CLEAN
 from atlas_cli.datasets.dataset import open_dataset
-from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.open_clip_import import import_open_clip
@@ -245,7 +245,7 @@ def finetune(folder: Path, task: str, steps: int, rate: float) -> dict[str, torc
     )
     train, val = (open_dataset(recipe.data[0], split=split) for split in ("train", "val"))
     source, opening = locate(parse_reference(recipe.model)), Opening(device="cpu")
-    inputs = Inputs("finetune", recipe, source, (), (train,), (val,), opening, THREADS)
+    inputs = RunInputs("finetune", recipe, source, (), (train,), (val,), opening, THREADS)
     with prepared_trainer(inputs, note) as ready:
         *_, checkpoint = ready.learn(ready.begin())
         return {**ready.clip.module.state_dict(), **ready.model.load(checkpoint.kept)}

@@ -38,7 +38,7 @@ from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import score as score_images
 from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.loop import CoefficientTrainer
-from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.setup import PreparedRun, prepared
 from atlas_cli.models.clip import Opening
 from atlas_cli.recipes.fit import FitRecipe
@@ -117,7 +117,7 @@ def score(job: Job, work: Path) -> Row:
     dataset = few_shot(open_dataset(recipe.data, split="train"), job.shots, job.seed)
     opening = Opening(device="cpu")
     source = locate(parse_reference(recipe.model))
-    inputs = Inputs("fit", recipe, source, tuple(others), (dataset,), (), opening, 1)
+    inputs = RunInputs("fit", recipe, source, tuple(others), (dataset,), (), opening, 1)
     with prepared(inputs, Fitting(recipe).objective, print) as ready:
         setup = ready.setup
         test = Pixels(open_dataset(recipe.data, split="test"), setup.tasks[0].view, 2**30)

@@ -152,20 +152,20 @@ class ConsoleListener(ExitStack):
         """Show an event."""
         from atlas_cli.learning.events import (  # help needs none of them
             EpochScored,
+            Noted,
             PhaseStarted,
             Planned,
             StepTaken,
             TaskFinished,
             TrainingEnded,
             TrainingStarted,
-            VectorNoted,
             Warned,
         )
 
         match event:
             case Warned(text):
                 self.note(f"warning: {text}")
-            case VectorNoted(text):
+            case Noted(text):
                 self.note(text)
             case Planned(lines, details):
                 self.note(*lines)

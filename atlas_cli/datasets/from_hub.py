@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from atlas_cli.datasets.dataset import DEFAULT_TEMPLATE, Dataset, pick_split, rank
-from atlas_cli.datasets.kept import Fetched, Names, Selection, find_kept, keep
+from atlas_cli.datasets.kept import DatasetRequest, Fetched, Names, find_kept, keep
 from atlas_cli.datasets.known import find_known, spelt
 from atlas_cli.errors import AtlasError, DataError, UnreachableError, UsageError, install_hint
 from atlas_cli.registry import dataset_kind
@@ -81,10 +81,10 @@ def open_hub(
     wanted = split or (_ours(parsed.split) if parsed.split else None)
     chosen = pick_split(parsed.text, files, wanted, preferred) or next(iter(files))
     theirs, urls = files[chosen]
-    selection = Selection(parsed.text.partition("@")[0], chosen, shots, seed)
+    request = DatasetRequest(parsed.text.partition("@")[0], chosen, shots, seed)
     version = "\n".join(urls)
     with _explained(parsed):
-        kept = find_kept(selection, version)
+        kept = find_kept(request, version)
         if kept is not None:
             return kept
         parquet = all(url.endswith(_PARQUET) for url in urls)
@@ -97,7 +97,7 @@ def open_hub(
             known.templates if known else (DEFAULT_TEMPLATE,),
         )
         wish = _Wish(columns, labels, shots, seed)
-        return keep(selection, version, names, _fetched(parsed, source.images(wish)))
+        return keep(request, version, names, _fetched(parsed, source.images(wish)))
 
 
 def _kept_before(
@@ -110,7 +110,7 @@ def _kept_before(
     """What was kept when the Hub could be reached: of the split that would be chosen now."""
     wanted = [split] if split else [_ours(parsed.split)] if parsed.split else [*preferred]
     name = parsed.text.partition("@")[0]
-    found = (find_kept(Selection(name, one, shots, seed), None) for one in wanted)
+    found = (find_kept(DatasetRequest(name, one, shots, seed), None) for one in wanted)
     return next((one for one in found if one), None)
 
 

@@ -32,7 +32,7 @@ from atlas_cli.datasets.dataset import (
     rank,
 )
 from atlas_cli.datasets.folders import SUFFIXES
-from atlas_cli.datasets.kept import Fetched, Names, Selection, find_kept, keep
+from atlas_cli.datasets.kept import DatasetRequest, Fetched, Names, find_kept, keep
 from atlas_cli.datasets.known import find_known, spelt
 from atlas_cli.errors import DataError, UnreachableError, UsageError
 from atlas_cli.registry import dataset_kind
@@ -66,8 +66,8 @@ def open_shards(
         raise UsageError(f"{text}: has no splits; name the shards of {split}")
     if _is_remote(address):
         wanted = [split] if split else [*preferred, "all"]
-        selections = [Selection(text, one, shots, seed) for one in wanted]
-        return _open_remote(address, selections, split, preferred)
+        requests = [DatasetRequest(text, one, shots, seed) for one in wanted]
+        return _open_remote(address, requests, split, preferred)
     chosen, shards, names = _described(address, split, preferred)
     samples = [_local(member) for shard in shards for member in _members(shard)]
     found = _named(text, names, [sample.label or 0 for sample in samples])
@@ -252,31 +252,31 @@ def _bytes_of(member: _Member) -> bytes:
 
 
 def _open_remote(
-    address: str, selections: Sequence[Selection], split: str | None, preferred: Sequence[str]
+    address: str, requests: Sequence[DatasetRequest], split: str | None, preferred: Sequence[str]
 ) -> Dataset:
     """The images of shards on a server, kept from before or streamed now."""
     try:
         chosen, shards, names = _described(address, split, preferred)
         version = "\n".join(f"{shard} {_tag(shard)}" for shard in shards)
     except UnreachableError:
-        before = (find_kept(selection, None) for selection in selections)
+        before = (find_kept(request, None) for request in requests)
         if kept := next((one for one in before if one), None):
             return kept
         raise
-    (selection,) = (one for one in selections if one.split == chosen)
-    kept = find_kept(selection, version)
+    (request,) = (one for one in requests if one.split == chosen)
+    kept = find_kept(request, version)
     if kept is None:
-        kept = keep(selection, version, names, _streamed(selection, shards, names))
-    _named(selection.reference, names, [sample.label or 0 for sample in kept.samples])
+        kept = keep(request, version, names, _streamed(request, shards, names))
+    _named(request.reference, names, [sample.label or 0 for sample in kept.samples])
     return kept
 
 
-def _streamed(selection: Selection, shards: Sequence[str], names: Names) -> Iterator[Fetched]:
+def _streamed(request: DatasetRequest, shards: Sequence[str], names: Names) -> Iterator[Fetched]:
     """Images in the order of the tar files, which the seed decides, until there are enough."""
-    shots, taken = selection.shots, Counter[int]()
+    shots, taken = request.shots, Counter[int]()
     classes = range(len(names.classes))
     if shots is not None:
-        shards = sorted(shards, key=lambda shard: rank(shard, selection.seed))
+        shards = sorted(shards, key=lambda shard: rank(shard, request.seed))
     for shard in shards:
         for image in _streamed_members(shard):
             if shots is None or taken[image.label] < shots:

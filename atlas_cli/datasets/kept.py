@@ -1,6 +1,6 @@
-"""Images that were fetched from elsewhere, kept in the cache: a folder for every selection.
+"""Images that were fetched from elsewhere, kept in the cache: a folder for every request.
 
-A selection is what was asked for: a data reference, a split, and shots with their seed. Below its
+A request is what was asked for: a data reference, a split, and shots with their seed. Below its
 folder there is one for every version of the source (a commit, or the tags of files on a server),
 which appears when it is complete. What is there is not fetched again, also without a network.
 """
@@ -29,7 +29,7 @@ _ENDINGS = (
 
 
 @dataclass(frozen=True)
-class Selection:
+class DatasetRequest:
     """What was asked for. `shots` is None for all images."""
 
     reference: str
@@ -39,7 +39,7 @@ class Selection:
 
     @property
     def folder(self) -> Path:
-        """The folder of this selection in the cache, for all versions of the source."""
+        """The folder of this request in the cache, for all versions of the source."""
         seed = self.seed if self.shots else 0
         key = json.dumps([self.reference, self.split, self.shots, seed])
         return _folder() / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -60,15 +60,15 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Names:
-    """What the images of a selection show, and the prompts for it."""
+    """What the images of a request show, and the prompts for it."""
 
     classes: tuple[str, ...]
     templates: tuple[str, ...]
 
 
-def find_kept(selection: Selection, version: str | None) -> Dataset | None:
-    """The images of a selection if they are kept: of a version, or for None of the last one."""
-    folder = selection.version(version) if version else _newest(selection.folder)
+def find_kept(request: DatasetRequest, version: str | None) -> Dataset | None:
+    """The images of a request if they are kept: of a version, or for None of the last one."""
+    folder = request.version(version) if version else _newest(request.folder)
     if folder is None or not (folder / _INDEX).is_file():
         return None
     try:
@@ -79,12 +79,12 @@ def find_kept(selection: Selection, version: str | None) -> Dataset | None:
         raise AtlasError(
             f"{folder}: cannot be read as kept images ({problem}); remove it to fetch them again"
         ) from problem
-    return _dataset(selection, folder, names, samples)
+    return _dataset(request, folder, names, samples)
 
 
-def keep(selection: Selection, version: str, names: Names, images: Iterable[Fetched]) -> Dataset:
+def keep(request: DatasetRequest, version: str, names: Names, images: Iterable[Fetched]) -> Dataset:
     """Write images as they come, and give them as a dataset once all of them are there."""
-    folder, samples = selection.version(version), []
+    folder, samples = request.version(version), []
     size = 0
     with _written(folder) as temporary:
         for image in images:
@@ -94,7 +94,7 @@ def keep(selection: Selection, version: str, names: Names, images: Iterable[Fetc
             samples.append(Sample(name, image.label))
             size += len(image.data)
         index = {
-            **asdict(selection),
+            **asdict(request),
             "version": version,
             "classes": names.classes,
             "templates": names.templates,
@@ -102,7 +102,7 @@ def keep(selection: Selection, version: str, names: Names, images: Iterable[Fetc
             "samples": [(sample.key, sample.label) for sample in samples],
         }
         (temporary / _INDEX).write_text(json.dumps(index, ensure_ascii=False), "utf-8")
-    return _dataset(selection, folder, names, tuple(samples))
+    return _dataset(request, folder, names, tuple(samples))
 
 
 def list_kept() -> Iterator[dict[str, Any]]:
@@ -128,10 +128,10 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _dataset(
-    selection: Selection, folder: Path, names: Names, samples: tuple[Sample, ...]
+    request: DatasetRequest, folder: Path, names: Names, samples: tuple[Sample, ...]
 ) -> Dataset:
     return Dataset(
-        split=selection.split,
+        split=request.split,
         classes=names.classes,
         templates=names.templates,
         samples=samples,

@@ -16,8 +16,8 @@ from atlas_cli.errors import UsageError
 from atlas_cli.learning.events import Listener, ignore, never
 from atlas_cli.learning.results import Cell, LearningResult, Report
 from atlas_cli.learning.run import (
-    Inputs,
     LearningVerb,
+    RunInputs,
     RunOptions,
     learn,
     open_tasks,
@@ -77,7 +77,7 @@ class Adding(LearningVerb):
         return found
 
     @contextmanager
-    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+    def vectors_made(self, inputs: RunInputs, folder: Path | None) -> Iterator[RunInputs]:
         """Trimmed vectors, if that is asked for."""
         if self.recipe.ties is None:
             yield inputs

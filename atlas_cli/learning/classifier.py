@@ -82,7 +82,7 @@ class AdapterHead(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedClassifier:
     """A classifier that was written. Shown as its folder, or as JSON."""
 
     folder: str
@@ -118,7 +118,7 @@ def write_classifier(
     classes: Sequence[str],
     formats: Sequence[str],
     folder: Path,
-) -> Exported:
+) -> ExportedClassifier:
     """Write a classifier in every format, with its labels, its preprocessing and how to call it."""
     check_formats(formats)
     module, view = classifier_of(clip, head), view_of(clip.preprocess)
@@ -135,7 +135,7 @@ def write_classifier(
         (target / "preprocess.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
         (target / "README.md").write_text(_card(clip, classes, formats, facts), "utf-8")
     files = sorted(path.name for path in folder.iterdir())
-    return Exported(str(folder), files, len(classes), isinstance(module.head, LinearHead))
+    return ExportedClassifier(str(folder), files, len(classes), isinstance(module.head, LinearHead))
 
 
 def _geometry(clip: Clip) -> dict[str, Any]:

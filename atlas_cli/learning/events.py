@@ -24,8 +24,8 @@ class Warned(Event):
 
 
 @dataclass(frozen=True)
-class VectorNoted(Event):
-    """Where a task vector came from, or why it was left out."""
+class Noted(Event):
+    """Something worth knowing: where a task vector came from, or why it was left out."""
 
     text: str
 

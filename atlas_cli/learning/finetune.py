@@ -24,7 +24,7 @@ from atlas_cli.learning.events import (
     never,
 )
 from atlas_cli.learning.run import (
-    Inputs,
+    RunInputs,
     RunOptions,
     check_model,
     find_model,
@@ -123,7 +123,7 @@ def finetune(
         for task in tasks:
             own = recipe.model_copy(update={"data": [task.dataset.name]})
             datasets = (task.dataset,)
-            inputs = Inputs(
+            inputs = RunInputs(
                 "finetune", own, source, (), datasets, task.judges, opening, options.cores
             )
             found, note = _finetune(task, inputs, options, on_event, stop)
@@ -204,7 +204,7 @@ def _folder_of_all(tasks: Sequence[FinetuneTask], options: RunOptions) -> Iterat
 
 def _finetune(
     task: FinetuneTask,
-    inputs: Inputs,
+    inputs: RunInputs,
     options: RunOptions,
     on_event: Listener,
     stop: Callable[[], bool],

@@ -15,8 +15,8 @@ from atlas_cli.errors import DataError, UsageError
 from atlas_cli.learning.events import Listener, ignore, never
 from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.learning.run import (
-    Inputs,
     LearningVerb,
+    RunInputs,
     RunOptions,
     learn,
     open_labelled,
@@ -127,7 +127,7 @@ class Fitting(LearningVerb):
         return "same" if singular and self.recipe.select == "last" else self.recipe.select
 
     @contextmanager
-    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+    def vectors_made(self, inputs: RunInputs, folder: Path | None) -> Iterator[RunInputs]:
         """The directions of a basis as vectors, if one is asked for."""
         if self.recipe.basis is None:
             yield inputs

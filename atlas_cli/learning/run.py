@@ -20,12 +20,12 @@ from atlas_cli.datasets.dataset import Dataset, check_templates, open_dataset, s
 from atlas_cli.errors import AtlasError, DataError, UsageError
 from atlas_cli.learning.events import (
     Listener,
+    Noted,
     PhaseStarted,
     Planned,
     StepTaken,
     TrainingEnded,
     TrainingStarted,
-    VectorNoted,
     Warned,
     ignore,
 )
@@ -78,7 +78,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What a verb is given, with every name resolved. `judges` are images to score on."""
 
     command: str
@@ -112,7 +112,7 @@ class LearningVerb(ABC):
         """What is learned, and which coefficients are kept."""
 
     @contextmanager
-    def vectors_made(self, inputs: Inputs, folder: Path | None) -> Iterator[Inputs]:
+    def vectors_made(self, inputs: RunInputs, folder: Path | None) -> Iterator[RunInputs]:
         """The inputs with other vectors, written into the run's folder, if some must be made."""
         yield inputs
 
@@ -156,15 +156,15 @@ class LearningVerb(ABC):
 # Opening --------------------------------------------------------------------------------------
 
 
-def resolve(verb: LearningVerb, options: RunOptions, on_event: Listener = ignore) -> Inputs:
+def resolve(verb: LearningVerb, options: RunOptions, on_event: Listener = ignore) -> RunInputs:
     """Turn every name into what it names, before torch is imported."""
     recipe = verb.recipe
     check_model(recipe)
     check_vectors(recipe.vectors)
     datasets, judges = verb.open_data()
-    vectors = tuple(name_vectors(recipe.vectors, lambda text: on_event(VectorNoted(text))))
+    vectors = tuple(name_vectors(recipe.vectors, lambda text: on_event(Noted(text))))
     source, opening = find_model(recipe, options)
-    return Inputs(
+    return RunInputs(
         *(verb.name, recipe, source, vectors, datasets, judges, opening, options.cores),
         keep_downloads=options.keep_downloads,
     )
@@ -241,7 +241,7 @@ def prepare(
     def warn(text: str) -> None:
         on_event(Warned(text))
 
-    files = gathered(inputs, lambda text: on_event(VectorNoted(text)), warn)
+    files = gathered(inputs, lambda text: on_event(Noted(text)), warn)
     with (
         verb.vectors_made(replace(inputs, files=files), options.folder) as given,
         prepared(given, verb.objective, warn) as ready,

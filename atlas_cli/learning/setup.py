@@ -45,7 +45,7 @@ from atlas_cli.vectors.pool import (
 
 if TYPE_CHECKING:
     from atlas_cli.core.adapters import Head
-    from atlas_cli.learning.run import Inputs
+    from atlas_cli.learning.run import RunInputs
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
@@ -55,7 +55,7 @@ _PIXELS = 2**30  # bytes of decoded images that are kept
 class Setup:
     """The model, task vectors and images of a run, opened and made ready."""
 
-    inputs: Inputs
+    inputs: RunInputs
     clip: Clip
     pool: Pool
     layout: Layout
@@ -92,7 +92,7 @@ class PreparedRun:
     policy: Policy
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> RunInputs:
         """What the command was given."""
         return self.setup.inputs
 
@@ -172,7 +172,7 @@ class PreparedRun:
         )
 
 
-def config_of(inputs: Inputs, clip: Clip) -> dict[str, Any]:
+def config_of(inputs: RunInputs, clip: Clip) -> dict[str, Any]:
     """All that decides a result apart from task vectors, as JSON."""
     return {
         "command": inputs.command,
@@ -229,7 +229,7 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
 
 
 def gathered(
-    inputs: Inputs, tell: Callable[[str], None], warn: Callable[[str], None]
+    inputs: RunInputs, tell: Callable[[str], None], warn: Callable[[str], None]
 ) -> tuple[GatheredVector, ...]:
     """The files of the task vectors that a run names; those that are none yet are extracted."""
     recipe = inputs.recipe
@@ -257,7 +257,7 @@ def gathered(
 
 @contextmanager
 def prepared(
-    inputs: Inputs, objective_factory: ObjectiveFactory, warn: Callable[[str], None]
+    inputs: RunInputs, objective_factory: ObjectiveFactory, warn: Callable[[str], None]
 ) -> Iterator[PreparedRun]:
     """Open everything, check that it fits together, and make it ready to learn."""
     recipe = inputs.recipe

@@ -18,7 +18,7 @@ from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import AtlasError, CheckpointError
 from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, score
 from atlas_cli.learning.loop import Step, descend
-from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.run_folder import SavedRun
 from atlas_cli.learning.setup import config_of
 from atlas_cli.learning.splits import hold_out
@@ -64,7 +64,7 @@ class FinetuneCheckpoint:
 class WeightTrainer:
     """An image tower, the images it is trained on, and those it is scored on."""
 
-    inputs: Inputs
+    inputs: RunInputs
     clip: Clip
     model: TrainableModel | LoraModel
     data: LabelledData
@@ -180,7 +180,7 @@ class WeightTrainer:
 
 
 @contextmanager
-def prepared_trainer(inputs: Inputs, warn: Callable[[str], None]) -> Iterator[WeightTrainer]:
+def prepared_trainer(inputs: RunInputs, warn: Callable[[str], None]) -> Iterator[WeightTrainer]:
     """Open a model and the images of one task, and make its image tower ready to be trained."""
     recipe: FinetuneRecipe = inputs.recipe
     (dataset,) = inputs.datasets

@@ -551,11 +551,11 @@ def test_nothing_in_the_package_loads_with_torch_or_pickle():
 
 def test_a_pickle_without_tensors_is_read_like_the_standard_library_does(tmp_path: Path):
     from atlas_cli.io.pickles.machine import Machine
-    from atlas_cli.io.pickles.policy import Allowance, ByteStream, Policy, Span
+    from atlas_cli.io.pickles.policy import Allowance, ByteStream, GlobalsPolicy, Span
 
     value = {"a": [1, -2, 2**80, 1.5, None, True], "b": ("x", ("é", ()), {"c": "\ud800"}), "d": {}}
     value["again"] = value["a"]
     for protocol in range(6):
         content = pickle.dumps(value, protocol=protocol)
         stream = ByteStream(Span(content, 0, len(content)), io.BytesIO(content), Allowance())
-        assert Machine(stream, Policy(), {}, lambda key: key).run() == value
+        assert Machine(stream, GlobalsPolicy(), {}, lambda key: key).run() == value

@@ -18,7 +18,7 @@ from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import open_dataset, plain_name
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
-from atlas_cli.learning.run import Inputs
+from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.splits import hold_out
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
@@ -42,7 +42,7 @@ def tuned(world: Path, **keys: Any) -> dict[str, torch.Tensor]:
     recipe = FinetuneRecipe(data=[str(world / "pets")], model=str(world / "base"), **given)
     dataset = open_dataset(recipe.data[0], split="train")
     source = locate(parse_reference(recipe.model))
-    inputs = Inputs("finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), 1)
+    inputs = RunInputs("finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), 1)
     judge = open_dataset(recipe.data[0], split="val")
     with prepared_trainer(dataclasses.replace(inputs, judges=(judge,)), print) as ready:
         *_, checkpoint = ready.learn(ready.begin())

@@ -15,7 +15,7 @@ from atlas_cli.io.pickles.policy import (
     Allowance,
     ByteStream,
     FlawError,
-    Policy,
+    GlobalsPolicy,
     Span,
     printable,
     span_of,
@@ -39,7 +39,7 @@ class Loaded:
 class Context:
     """What all pickles of one file share, and how deep this one is inside the others."""
 
-    policy: Policy
+    policy: GlobalsPolicy
     allowance: Allowance
     depth: int = 0
 

@@ -12,7 +12,14 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlas_cli.io.pickles.policy import ByteStream, FlawError, Global, Object, Policy, entries_of
+from atlas_cli.io.pickles.policy import (
+    ByteStream,
+    FlawError,
+    Global,
+    GlobalsPolicy,
+    Object,
+    entries_of,
+)
 
 Call = Callable[[tuple[Any, ...]], Any]
 
@@ -36,7 +43,7 @@ class Machine:
     def __init__(
         self,
         stream: ByteStream,
-        policy: Policy,
+        policy: GlobalsPolicy,
         calls: Mapping[str, Call],
         persistent: Call,
     ) -> None:

@@ -154,7 +154,7 @@ def printable(text: str, longest: int = 200) -> str:
 
 
 @dataclass(frozen=True)
-class Policy:
+class GlobalsPolicy:
     """The names that are accepted, and those met in this file that are not."""
 
     allow: Collection[str] = ()

@@ -10,7 +10,7 @@ import torch
 
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.pickles.formats import Context, Loaded, load
-from atlas_cli.io.pickles.policy import Allowance, FlawError, Object, Policy, Span, printable
+from atlas_cli.io.pickles.policy import Allowance, FlawError, GlobalsPolicy, Object, Span, printable
 from atlas_cli.io.pickles.rebuild import StorageView
 from atlas_cli.io.tensors import LazyTensor
 
@@ -135,7 +135,7 @@ def open_pickle(path: Path, *, allow: Collection[str] = ()) -> dict[str, LazyTen
 
 
 def _open(path: Path, allow: Collection[str]) -> dict[str, LazyTensor]:
-    policy = Policy(allow)
+    policy = GlobalsPolicy(allow)
     try:
         pickles = load(path, Context(policy, Allowance()))
     except FlawError as flaw:

@@ -15,8 +15,8 @@ from atlas_cli.io.pickles.policy import (
     Allowance,
     FlawError,
     Global,
+    GlobalsPolicy,
     Object,
-    Policy,
     Span,
     entries_of,
     printable,
@@ -101,7 +101,7 @@ def storage_of(key: tuple[Any, ...]) -> Storage:
 
 
 def tensor_calls(
-    policy: Policy, allowance: Allowance, load_storage: Callable[[Span], Storage]
+    policy: GlobalsPolicy, allowance: Allowance, load_storage: Callable[[Span], Storage]
 ) -> Mapping[str, Call]:
     """What is worked out when a pickle calls it, by name; all other calls stay notes."""
     return _REBUILDERS | {
@@ -215,7 +215,7 @@ def _reconstructed(args: tuple[Any, ...]) -> Object:
     return Object(args[0] if args and isinstance(args[0], Global) else None, args)
 
 
-def _attribute(policy: Policy, args: tuple[Any, ...]) -> Any:
+def _attribute(policy: GlobalsPolicy, args: tuple[Any, ...]) -> Any:
     """A class inside a class, which old pickle protocols write as getattr(Outer, 'Inner')."""
     match args:
         case (Global() as outer, str() as name):
