@@ -259,15 +259,15 @@ class ObjectiveEntry:
     """An objective: what computes it, which commands take it, and what it needs.
 
     `function` gives the loss of a batch from its logits and from what it `needs`, by name: the
-    `labels`, the `prior` of the classes, or the logits of the `weak` views, in which case its own
-    logits are of strong views. If it is `stateful`, it gives training data instead, from the
-    images and all that belongs to them. With `two_gradients`, steps are sharpness-aware.
+    `labels`, the `prior` of the classes, or, if its logits are to be of strong views, the logits of
+    the `weak` views, or the `targets` that these give and the `total` weight of a batch. If it
+    needs `reliable` images, it gives the loss of every image, and only theirs count. With
+    `two_gradients`, as these always have, steps are sharpness-aware.
     """
 
     function: Callable[..., Any]
     commands: tuple[str, ...]
     needs: tuple[str, ...]
-    stateful: bool
     two_gradients: bool
 
 
@@ -286,8 +286,8 @@ POST_STEPS: Registry[PostStep] = Registry("post step", "atlas_cli.merge_methods.
 GRANULARITIES: Registry[Granularity] = Registry("granularity", "atlas_cli.core.compose")
 BASES: Registry[Basis] = Registry("basis", "atlas_cli.vectors.basis")
 ADAPTERS: Registry[Adapter] = Registry("adapter", "atlas_cli.core.adapters")
-NEEDS = ("labels", "prior", "weak")
-OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.learning.objectives")
+NEEDS = ("labels", "prior", "weak", "targets", "reliable")
+OBJECTIVES: Registry[ObjectiveEntry] = Registry("objective", "atlas_cli.core.losses")
 DATASET_KINDS: Registry[Registered] = Registry(
     "kind of dataset",
     "atlas_cli.datasets.folders",
@@ -332,7 +332,6 @@ def objective(
     *,
     commands: tuple[str, ...] = ("tta",),
     needs: tuple[str, ...] = (),
-    stateful: bool = False,
     two_gradients: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function as an objective of some commands: `tta`, `add`, `negate`.
@@ -345,7 +344,7 @@ def objective(
             raise AtlasError(f"objective '{name}' needs '{need}', which there is not{hint}")
 
     def register(function: Function) -> Function:
-        entry = ObjectiveEntry(function, commands, needs, stateful, two_gradients)
+        entry = ObjectiveEntry(function, commands, needs, two_gradients or "reliable" in needs)
         OBJECTIVES.add(name, entry, function)
         return function
 

@@ -68,10 +68,11 @@ def ours(
     checkpoint: bool = False,
     parts: int = 1,
 ) -> Iterator[object]:
-    from atlas_cli.core.losses import cross_entropy, logits_of
+    from atlas_cli.core.losses import cross_entropy
     from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
     from atlas_cli.learning.batches import StatelessData
     from atlas_cli.learning.loop import descend
+    from atlas_cli.models.clip import logits_of
     from atlas_cli.models.trainable import TrainableModel, checkpoint_activations, names_of
 
     class Batch(StatelessData):

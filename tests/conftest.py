@@ -233,7 +233,8 @@ def write_open_clip(
     import torch
     from safetensors.torch import save_file
 
-    from atlas_cli.models.clip import Blueprint, build
+    from atlas_cli.models.clip import build
+    from atlas_cli.models.folders import Blueprint
 
     torch.manual_seed(seed)
     module, _ = build(Blueprint(config, preprocess))

@@ -86,7 +86,7 @@ def _inner(vision: Any) -> Any:
 
 def open_clip_state(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a folder under open_clip's names."""
-    from atlas_cli.models.clip import read_tensors
+    from atlas_cli.models.folders import read_tensors
     from atlas_cli.sources.locate import locate, parse_reference
 
     source = locate(parse_reference(str(folder)))

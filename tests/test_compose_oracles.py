@@ -17,7 +17,7 @@ from extracting import run
 from makers import rewrite_header
 
 from atlas_cli.core.compose import Composition, by_block, stack_blocks
-from atlas_cli.core.losses import entropy, logits_of
+from atlas_cli.core.losses import entropy
 from atlas_cli.core.optimizers import CoefficientOptimizer
 from atlas_cli.core.stacks import FactorStack
 from atlas_cli.core.storage import Dense
@@ -25,10 +25,10 @@ from atlas_cli.learning.batches import StatelessData
 from atlas_cli.learning.loop import descend
 from atlas_cli.learning.setup import training_of
 from atlas_cli.models import transformers_config
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build, fill, logits_of
 from atlas_cli.models.composed import ComposedModel
+from atlas_cli.models.folders import Blueprint, read_tensors
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.tensor_names import fill, read_tensors
 from atlas_cli.recipes.learning import AddRecipe, parse_clamp
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.differences import Choice

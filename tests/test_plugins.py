@@ -233,6 +233,38 @@ def test_an_objective_of_a_plugin_is_trained(plugin, tmp_path: Path):
     assert any(coefficients.values())
 
 
+TARGETS = """
+    import atlas_cli as atlas
+
+    @atlas.objective("squares", needs=("targets", "prior"))
+    def squares(logits, targets, total, prior):
+        return ((logits.softmax(dim=1) - targets) ** 2 / prior).sum() / total
+
+    @atlas.objective("confidence", needs=("reliable",))
+    def confidence(logits):
+        return 1 - logits.softmax(dim=1).amax(dim=1)
+
+    @atlas.objective("both", needs=("targets", "weak"))
+    def both(logits, targets, total, weak):
+        raise AssertionError
+"""
+
+
+def test_an_objective_of_a_plugin_has_the_targets_of_ufm_or_the_images_of_sar(
+    plugin, tmp_path: Path
+):
+    env, photos = plugin(TARGETS), write_images(tmp_path / "photos", ("cat", "dog"), 3)
+    for name in ("squares", "confidence"):
+        more = ("--select", "last", "--epochs", "3", "--batch-size", "4")
+        done = learn("tta", photos, "--objective", name, *more, env=env)
+        assert done.returncode == 0, done.stderr
+        moved = any(yaml.safe_load(done.stdout)["coefficients"]["letters"].values())
+        assert moved or name == "confidence"  # training starts again if predictions are too sure
+    refused = learn("tta", photos, "--objective", "both", env=env)
+    assert refused.returncode == 2
+    assert "objective 'both' needs weak and targets; it can have one" in refused.stderr
+
+
 def test_an_unknown_objective_is_told_the_nearest_word_and_trains_nothing(plugin):
     env = plugin(MARGIN)
     every = "expected ufm, entropy, balanced-entropy, sar, simclr, margin, found"

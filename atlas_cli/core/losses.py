@@ -1,47 +1,38 @@
-"""Losses of predictions, and statistics of predictions that need no labels."""
+"""Losses of predictions, and statistics of predictions that need no labels.
+
+A loss that recipes know by a name is registered as an objective: a function of the logits of a
+batch, (images, classes), and of what it needs, by name. Recipes are checked before torch is
+imported, so nothing here imports it at the top.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
+from atlas_cli.registry import late, objective
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Classifier = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]  # weights, or a learned head
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+else:
+    torch, F = late("torch"), late("torch.nn.functional")
 
-
-def logits_of(features: torch.Tensor, head: Classifier) -> torch.Tensor:
-    """head @ norm(features), (images, classes), or what a learned head makes of the features.
-
-    The weights hold the model's logit scale.
-    """
-    if not isinstance(head, torch.Tensor):
-        return head(features)
-    return F.normalize(features, dim=-1) @ head.T
+Loss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
+@objective("labels", commands=("add",), needs=("labels",))
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over images of -log p[label], where p = softmax(logits)."""
     return F.cross_entropy(logits, labels)
 
 
-def entropy(logits: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean over images of -sum_c p[c] log p[c]. Labels are not looked at."""
-    return entropies(logits).mean()
-
-
 # Without labels: a batch's own predictions, or those of another view, take their place -----------
 
 
-def entropies(logits: torch.Tensor) -> torch.Tensor:
-    """-sum_c p[c] log p[c] of every image."""
-    logarithms = logits.log_softmax(dim=1)
-    return -(logarithms.exp() * logarithms).sum(dim=1)
-
-
+@objective("ufm", needs=("targets",))
 def soft_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
@@ -49,12 +40,30 @@ def soft_cross_entropy(
     return -(targets * logits.log_softmax(dim=1)).sum() / total
 
 
+@objective("entropy", commands=("tta", "add"))
+def entropy(logits: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """The mean over images of -sum_c p[c] log p[c]. Labels are not looked at.
+
+    This is TENT's loss, and AdaMerging's where there are several tasks.
+    """
+    return entropies(logits).mean()
+
+
+@objective("balanced-entropy", needs=("prior",))
 def balanced_entropy(logits: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
     """The mean entropy + KL(prior | mean prediction): confident, but not of one class only."""
     return entropies(logits).mean() + divergence(prior, logits.softmax(dim=1).mean(dim=0))
 
 
-def contrast(strong: torch.Tensor, weak: torch.Tensor, temperature: float) -> torch.Tensor:
+@objective("sar", needs=("reliable",))
+def entropies(logits: torch.Tensor) -> torch.Tensor:
+    """-sum_c p[c] log p[c] of every image."""
+    logarithms = logits.log_softmax(dim=1)
+    return -(logarithms.exp() * logarithms).sum(dim=1)
+
+
+@objective("simclr", needs=("weak",))
+def contrast(strong: torch.Tensor, weak: torch.Tensor, temperature: float = 0.2) -> torch.Tensor:
     """InfoNCE: the mean over images i of -log softmax_j(strong_i . weak_j / temperature)[i].
 
     Both are scaled to length 1. The weak views are what the strong ones are to find.
@@ -66,11 +75,7 @@ def contrast(strong: torch.Tensor, weak: torch.Tensor, temperature: float) -> to
 # Forgetting: each is small when the images are no longer recognised -------------------------------
 
 
-def ascent(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over images of log p[label], which has no lower bound (the paper's eq. 9)."""
-    return -cross_entropy(logits, labels)
-
-
+@objective("unlikelihood", commands=("negate",), needs=("labels",))
 def unlikelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over images of -log(1 - p[label]): 0 once no image gets its class.
 
@@ -82,6 +87,13 @@ def unlikelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -logarithms.masked_fill(own, -math.inf).logsumexp(dim=1).mean()
 
 
+@objective("ascent", commands=("negate",), needs=("labels",))
+def ascent(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over images of log p[label], which has no lower bound (the paper's eq. 9)."""
+    return -cross_entropy(logits, labels)
+
+
+@objective("uniform", commands=("negate",), needs=("labels",))
 def to_uniform(logits: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
     """KL(uniform | p), the mean over images: 0 once all classes are equally likely."""
     return -logits.log_softmax(dim=1).mean(dim=1).mean() - math.log(logits.shape[1])
@@ -126,7 +138,7 @@ def trust(probabilities: torch.Tensor, per_class: int) -> Trusted:
     confidence, predicted = probabilities.max(dim=1)
     order = confidence.argsort(descending=True, stable=True)
     ranked = predicted[order]
-    seen = torch.nn.functional.one_hot(ranked, probabilities.shape[1]).cumsum(dim=0)
+    seen = F.one_hot(ranked, probabilities.shape[1]).cumsum(dim=0)
     rank = seen.gather(1, ranked[:, None]).squeeze(1)  # 1 for the most confident of a class
     chosen = order[rank <= per_class]
     if len(chosen) == len(probabilities) > 1:

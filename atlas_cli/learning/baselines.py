@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.losses import Classifier
 from atlas_cli.core.storage import decode
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.learning.batches import predict, score
@@ -17,6 +16,7 @@ from atlas_cli.learning.selection import Fold, Selection, policy_for
 from atlas_cli.learning.setup import PreparedRun, Setup, own_vector
 from atlas_cli.merge_methods.method import Values
 from atlas_cli.merge_methods.tiling import tile_of
+from atlas_cli.models.clip import Classifier
 from atlas_cli.recipes.learning import parse_individual
 from atlas_cli.recipes.merge_parameters import depths_of, parse_merge
 from atlas_cli.recipes.model import as_percent

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from atlas_cli.core.losses import Classifier, Loss, cross_entropy, logits_of
+from atlas_cli.core.losses import Loss, cross_entropy
 from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
+from atlas_cli.models.clip import Classifier, logits_of
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
 from atlas_cli.registry import find_objective
 
@@ -231,7 +232,7 @@ def features_of(model: FunctionalModel, pixels: Pixels, indices: Sequence[int]) 
 def labelled_loss(name: str, command: str) -> Loss:
     """The loss that a command knows by a name. Raises UsageError if it cannot be taken here."""
     entry = find_objective(name, command)
-    if entry.stateful or not set(entry.needs) <= {"labels"}:
+    if not set(entry.needs) <= {"labels"}:
         raise UsageError(f"objective '{name}' needs more than {command} has: logits and labels")
     if "labels" in entry.needs:
         return lambda logits, labels: entry.function(logits, labels=labels)

@@ -19,7 +19,7 @@ from atlas_cli.core.adapters import Head
 from atlas_cli.datasets.pixels import view_of
 from atlas_cli.errors import AtlasError, install_hint
 from atlas_cli.models.clip import Clip
-from atlas_cli.models.folders import whole_folder
+from atlas_cli.models.saving import whole_folder
 from atlas_cli.registry import ADAPTERS
 
 FORMATS = ("torch", "onnx")

@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.data import DataLoader
 
-from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError, DataError
-from atlas_cli.models.clip import Clip, Opening, Preprocess, open_model, zero_shot_head
+from atlas_cli.models.clip import (
+    Classifier,
+    Clip,
+    Opening,
+    Preprocess,
+    logits_of,
+    open_model,
+    zero_shot_head,
+)
 from atlas_cli.models.heads import head_of
 from atlas_cli.parallel import signals_held
 from atlas_cli.recipes.model import as_percent

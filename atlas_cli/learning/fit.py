@@ -27,11 +27,11 @@ from atlas_cli.recipes.model import as_percent
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.core.losses import Classifier
     from atlas_cli.learning.batches import LabelledObjective, TaskScore, TrainingConfig
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
+    from atlas_cli.models.clip import Classifier
     from atlas_cli.recipes.fit import FitRecipe
     from atlas_cli.recipes.learned import LearnedRecipe
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from atlas_cli.core.adapters import Head, Shots, check_count
-from atlas_cli.core.losses import Classifier, logits_of
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.io.checkpoint import open_safetensors
 from atlas_cli.io.files import sha256_of
@@ -32,6 +31,7 @@ from atlas_cli.learning.selection import (
     validation_folds,
 )
 from atlas_cli.learning.setup import Setup, layout_of, placed_labels
+from atlas_cli.models.clip import Classifier, logits_of
 from atlas_cli.models.headed import HeadedModel, projection_name
 from atlas_cli.models.heads import SavedHead, to_text, write_head
 from atlas_cli.recipes.learned import HeadEntry, LearnedRecipe, VectorEntry

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.losses import logits_of, objection
+from atlas_cli.core.losses import objection
 from atlas_cli.core.optimizers import make_optimizer
 from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import DataError
@@ -20,6 +20,7 @@ from atlas_cli.learning.unlabelled import (
     UnlabelledObjective,
     unlabelled_objective,
 )
+from atlas_cli.models.clip import logits_of
 from atlas_cli.models.composed import LossOf
 
 _ENDLESS = 2**62  # steps

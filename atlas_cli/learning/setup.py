@@ -23,9 +23,9 @@ from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Policy
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.composed import ComposedModel, LayerNormModel
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.models.headed import HeadedModel
 from atlas_cli.models.heads import head_of
-from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.parallel import thread_pool_for
 from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.learned import LearnedRecipe, VectorEntry

@@ -14,11 +14,9 @@ from atlas_cli.core.losses import (
     PredictionStatistics,
     Trusted,
     entropies,
-    logits_of,
     objection,
     prediction_statistics,
     sharpen,
-    soft_cross_entropy,
     threshold_at,
     trust,
     trusted_count,
@@ -35,9 +33,10 @@ from atlas_cli.learning.batches import (
 )
 from atlas_cli.learning.selection import Fold, Score
 from atlas_cli.learning.setup import Setup, training_of
+from atlas_cli.models.clip import logits_of
 from atlas_cli.models.composed import ComposedModel, LossOf
 from atlas_cli.recipes.tta import TtaRecipe, parse_schedule, parse_shares
-from atlas_cli.registry import ObjectiveEntry, find_objective
+from atlas_cli.registry import find_objective
 
 _TRUSTED_SHARE = 1 / 4  # of a batch
 _RELIABLE = 0.4  # SAR learns from images whose entropy is below this share of the largest
@@ -89,10 +88,12 @@ class UnlabelledObjective:
         entry = find_objective(self.config.objective, "tta")
         if "labels" in entry.needs:
             raise UsageError(f"objective '{self.config.objective}' needs labels; tta has none")
-        if entry.stateful:
-            found: UnlabelledData = entry.function(self)
-            return found
-        return LogitData(self, entry)
+        kinds = {"weak": LogitData, "targets": SelfTraining, "reliable": ReliableEntropy}
+        found = [kind for need, kind in kinds.items() if need in entry.needs]
+        if len(found) > 1:
+            listed = " and ".join(need for need in kinds if need in entry.needs)
+            raise UsageError(f"objective '{self.config.objective}' needs {listed}; it can have one")
+        return found[0](self) if found else LogitData(self)
 
     def judge(self, fold: Fold, coefficients: torch.Tensor) -> Score:
         """Score coefficients without labels, beside zero-shot."""
@@ -148,6 +149,7 @@ class UnlabelledData(StatelessData):
     def __init__(self, objective: UnlabelledObjective) -> None:
         self._objective, self._training = objective, objective.training
         self._config = objective.config
+        self._entry = find_objective(self._config.objective, "tta")
         count, size = objective.count, self._batch_size()
         shown = max(count, self._training.min_steps * size)
         self.epoch_steps = math.ceil(shown / size)
@@ -175,6 +177,13 @@ class UnlabelledData(StatelessData):
         """Some images of a batch, and their loss times their share of it."""
         raise NotImplementedError
 
+    def _loss(self, logits: torch.Tensor, **needed: torch.Tensor) -> torch.Tensor:
+        """The objective at some logits, and at what else it needs."""
+        if "prior" in self._entry.needs:
+            needed["prior"] = self._objective.prior.to(logits.device)
+        found: torch.Tensor = self._entry.function(logits, **needed)
+        return found
+
     def _compare(self, logits: torch.Tensor, others: torch.Tensor) -> None:
         """Count the images that two views agree on."""
         self._same += int((logits.argmax(dim=1) == others.argmax(dim=1)).sum().item())
@@ -188,19 +197,13 @@ class UnlabelledData(StatelessData):
 class LogitData(UnlabelledData):
     """An objective that is a function of logits: of the images as they are, or of strong views."""
 
-    def __init__(self, objective: UnlabelledObjective, entry: ObjectiveEntry) -> None:
-        super().__init__(objective)
-        self._entry = entry
-
     def _part(
         self, some: Sequence[int], share: float, random: torch.Generator
     ) -> tuple[torch.Tensor, LossOf]:
-        objective, head, needs = self._objective, self._objective.head, self._entry.needs
+        objective, head = self._objective, self._objective.head
         images = objective.pixels.fixed(some)
         needed: dict[str, torch.Tensor] = {}
-        if "prior" in needs:
-            needed["prior"] = objective.prior.to(head.device)
-        if "weak" in needs:
+        if "weak" in self._entry.needs:
             needed["weak"] = logits_of(objective.model.features(images), head)
             images = show(objective.pixels, some, random, self._training.augment)
 
@@ -208,8 +211,7 @@ class LogitData(UnlabelledData):
             logits = logits_of(features, head)
             if "weak" in needed:
                 self._compare(logits, needed["weak"])
-            loss: torch.Tensor = self._entry.function(logits, **needed)
-            return share * loss
+            return share * self._loss(logits, **needed)
 
         return images, loss_of
 
@@ -285,7 +287,7 @@ class SelfTraining(UnlabelledData):
             def loss_of(features: torch.Tensor, wanted: torch.Tensor = wanted) -> torch.Tensor:
                 logits = logits_of(features, self._objective.head)
                 self._compare(logits, wanted)
-                return soft_cross_entropy(logits, wanted, total)
+                return self._loss(logits, targets=wanted, total=total)
 
             yield show(self._objective.pixels, few, random, self._training.augment), loss_of
 
@@ -322,15 +324,17 @@ class ReliableEntropy(UnlabelledData):
         ascended = self._ascended
 
         def loss_of(features: torch.Tensor) -> torch.Tensor:
-            found = entropies(logits_of(features, self._objective.head))
+            logits = logits_of(features, self._objective.head)
+            found = entropies(logits.detach())
             reliable = found < self._limit
             if not ascended:
                 self._chosen.append(reliable)
             else:
                 first = self._chosen.pop(0)
-                self._remember(found.detach()[first])
+                self._remember(found[first])
                 reliable &= first
-            return share * (found * reliable).sum() / reliable.sum().clamp(min=1)
+            losses = self._loss(logits)  # of every image
+            return share * (losses * reliable).sum() / reliable.sum().clamp(min=1)
 
         return self._objective.pixels.fixed(some), loss_of
 

@@ -23,7 +23,7 @@ from atlas_cli.learning.run_folder import SavedRun
 from atlas_cli.learning.setup import config_of
 from atlas_cli.learning.splits import hold_out
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
-from atlas_cli.models.folders import whole_folder, write_model
+from atlas_cli.models.saving import whole_folder, write_model
 from atlas_cli.models.trainable import (
     ALPHA,
     LoraModel,

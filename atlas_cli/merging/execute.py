@@ -46,10 +46,9 @@ from atlas_cli.merging.provenance import (
 )
 from atlas_cli.merging.segments import changed_config, restacked
 from atlas_cli.models.clip import HEAD
-from atlas_cli.models.folders import companion_files, copy_companion_files
+from atlas_cli.models.folders import companion_files, copy_companion_files, is_clip, is_transformers
 from atlas_cli.models.heads import write_head
 from atlas_cli.models.language import with_special_ids, with_vocabulary
-from atlas_cli.models.tensor_names import is_clip, is_transformers
 from atlas_cli.models.tokenizers import (
     read_template,
     tokenizer_files,

@@ -18,7 +18,7 @@ from atlas_cli.merging.produce import Conversion
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Model
 from atlas_cli.models.clip import Clip, Opening, open_model
-from atlas_cli.models.tensor_names import read_tensors
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.recipes.merge import MergeRecipe
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope

@@ -20,10 +20,10 @@ from atlas_cli.merging.plan import Inputs, Output, open_layout
 from atlas_cli.merging.produce import Conversion, check_finite, copied
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Model
-from atlas_cli.models import tensor_names
 from atlas_cli.models.clip import open_model
+from atlas_cli.models.folders import block_of, is_transformers, normalised
 from atlas_cli.models.heads import SavedHead, head_from_text, open_head
-from atlas_cli.models.tensor_names import block_of, normalised, piece
+from atlas_cli.models.tensor_names import piece
 from atlas_cli.recipes.learned import HeadEntry, VectorFile
 from atlas_cli.recipes.merge import Merge, MergeRecipe
 from atlas_cli.sources.locate import Source, VectorName, name_vectors
@@ -164,7 +164,7 @@ def open_learned(
     table = coefficient_table(recipe.coefficients, pool, columns)
     return ByCoefficients(
         *(layout, blocks, pool, columns, table),
-        transformers=tensor_names.is_transformers(layout.tensors),
+        transformers=is_transformers(layout.tensors),
         how=how,
     )
 

@@ -20,9 +20,8 @@ from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Resolved, Segment
 from atlas_cli.models.adapters import adapted
 from atlas_cli.models.clip import HEAD
-from atlas_cli.models.folders import companion_files
+from atlas_cli.models.folders import companion_files, has_factors, is_adapter, plain, renamed
 from atlas_cli.models.heads import SavedHead
-from atlas_cli.models.tensor_names import has_factors, is_adapter, plain, renamed
 from atlas_cli.recipes.merge import Merge, MergeRecipe
 from atlas_cli.recipes.merge_checks import long_dtype
 from atlas_cli.vectors.pool import GatheredVector

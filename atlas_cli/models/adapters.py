@@ -19,8 +19,8 @@ from atlas_cli.core.storage import Factors
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
+from atlas_cli.models.folders import unwrapped
 from atlas_cli.models.lora import block_of_module, factor_of, open_adapter
-from atlas_cli.models.tensor_names import unwrapped
 from atlas_cli.sources.locate import Source
 
 APPLIED = ("modules_to_save", "bias", "use_dora", "ensure_weight_tying")

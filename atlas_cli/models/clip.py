@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +21,25 @@ from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadat
 from atlas_cli.io.files import cache_folder
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import transformers_config
-from atlas_cli.models.open_clip_config import (
-    Tokenize,
-    check_config,
-    check_installed,
-    open_tokenizer,
-    quiet,
+from atlas_cli.models.folders import (
+    CONFIG,
+    INFORMATION,
+    MASKS,
+    Blueprint,
+    checked_blueprint,
+    has_text,
+    read_tensors,
     with_local_text,
 )
-from atlas_cli.models.tensor_names import INFORMATION, fill, has_text, read_tensors
 from atlas_cli.parallel import choose_device
-from atlas_cli.sources.locate import Source, check_architecture
-from atlas_cli.sources.reference import Reference
+from atlas_cli.sources.locate import Source
 
 Preprocess = Callable[[Any], torch.Tensor]  # of a PIL image
+Tokenize = Callable[[Sequence[str]], torch.Tensor]
+Classifier = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]  # weights, or a learned head
 Warn = Callable[[str], None]
 HEAD = "atlas_head.safetensors"  # the name of a learned head beside a model
+_BUFFERS = (*MASKS, "num_batches_tracked")  # a module makes them itself
 _PROMPTS_AT_ONCE = 256
 _NAMES = {True: "QuickGELU", False: "GELU"}
 
@@ -61,16 +66,6 @@ class Clip:
         """Whether a learned head lies beside the model."""
         named = self.source.reference.kind in ("path", "hub")
         return named and (self.source.folder / HEAD).is_file()
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What a source says of a model before its weights are read."""
-
-    model: dict[str, Any]
-    preprocess: dict[str, Any]
-    folder: Path | None = None
-    doubts: tuple[str, ...] = ()  # what was not said and is taken as usual
 
 
 @dataclass(frozen=True)
@@ -106,13 +101,15 @@ def read_blueprint(source: Source, architecture: str | None = None) -> Blueprint
     """Architecture, activation and preprocessing, from the source and from `--arch`."""
     reference = source.reference
     if reference.kind == "open_clip":
-        blueprint = _from_tag(reference)
+        from atlas_cli.models.open_clip_import import configuration_of  # slow to import
+
+        blueprint = Blueprint(*configuration_of(reference))
     elif architecture:
         return _from_architecture(source, architecture)
-    elif (config := source.config("open_clip_config.json")) is not None:
+    elif (config := source.config(CONFIG)) is not None:
         blueprint = _from_open_clip(source, config)
     elif (config := source.config("config.json")) is not None:
-        blueprint = _from_transformers(source, config)
+        blueprint = transformers_config.transformers_blueprint(source, config)
     else:
         raise UsageError(
             f"{reference.text}: no open_clip_config.json or config.json says which architecture "
@@ -122,104 +119,30 @@ def read_blueprint(source: Source, architecture: str | None = None) -> Blueprint
     return blueprint
 
 
-def read_architecture(source: Source, architecture: str | None = None) -> dict[str, Any]:
-    """Architecture and activation alone, for work that never preprocesses an image."""
-    config = source.config("config.json")
-    beside = source.config("open_clip_config.json")
-    if architecture or config is None or beside or source.reference.kind == "open_clip":
-        return read_blueprint(source, architecture).model
-    model = transformers_config.model_config(config, source.reference.text)
-    check_activation(source, Blueprint(model, {}), "its configuration")
-    return model
-
-
-def _from_tag(reference: Reference) -> Blueprint:
-    from atlas_cli.models.open_clip_import import open_clip  # slow to import
-
-    tag = open_clip.get_pretrained_cfg(reference.name, reference.tag)
-    blueprint = _named(reference.name)
-    blueprint.model["quick_gelu"] = bool(tag.get("quick_gelu", False))
-    keys = ("mean", "std", "interpolation", "resize_mode")
-    return Blueprint(blueprint.model, {key: tag[key] for key in keys if key in tag})
-
-
-def _named(architecture: str) -> Blueprint:
-    """The architecture of that name in open_clip's own list."""
-    from atlas_cli.models.open_clip_import import open_clip  # slow to import
-
-    check_architecture(architecture)
-    config = open_clip.get_model_config(architecture)
-    return Blueprint({"quick_gelu": False, **config}, {})
+def _from_open_clip(source: Source, config: Mapping[str, Any]) -> Blueprint:
+    where = str(source.folder / CONFIG)
+    if "model_cfg" not in config:
+        raise CheckpointError(f"{where}: has no model_cfg")
+    model = {"quick_gelu": False, **_table(config, "model_cfg")}
+    return checked_blueprint(source, model, _table(config, "preprocess_cfg"), where)
 
 
 def _from_architecture(source: Source, architecture: str) -> Blueprint:
-    blueprint = _named(architecture)
+    from atlas_cli.models.open_clip_import import architecture_named  # slow to import
+
+    blueprint = Blueprint(architecture_named(architecture), {})
     check_activation(source, blueprint, f"--arch {architecture}")
     config = source.config("preprocessor_config.json")
     if config is not None:
         found = transformers_config.preprocess_config(config, source.reference.text)
         return Blueprint(blueprint.model, found)
-    beside = source.config("open_clip_config.json") or {}
+    beside = source.config(CONFIG) or {}
     return Blueprint(blueprint.model, _table(beside, "preprocess_cfg"))
-
-
-def _from_open_clip(source: Source, config: Mapping[str, Any]) -> Blueprint:
-    if "model_cfg" not in config:
-        raise CheckpointError(f"{source.folder / 'open_clip_config.json'}: has no model_cfg")
-    model = {"quick_gelu": False, **_table(config, "model_cfg")}
-    preprocess = _table(config, "preprocess_cfg")
-    check_config(model, preprocess, str(source.folder / "open_clip_config.json"), source.size)
-    _check_size(source, model, preprocess)
-    return Blueprint(model, preprocess, source.folder)
-
-
-def _from_transformers(source: Source, config: Mapping[str, Any]) -> Blueprint:
-    where = source.reference.text
-    found = source.config("preprocessor_config.json")
-    model = _translated(transformers_config.model_config, config, where)
-    doubts: tuple[str, ...] = ()
-    if found is not None:
-        preprocess = _translated(transformers_config.preprocess_config, found, where)
-    else:  # every CLIP of transformers that was published has the same
-        preprocess = transformers_config.usual_preprocessing(model)
-        doubts = (
-            f"{where}: has no preprocessor_config.json; images are prepared as for OpenAI's CLIP, "
-            f"at {preprocess['size']} pixels",
-        )
-    check_config(model, preprocess, f"{where}: config.json", source.size)
-    _check_size(source, model, preprocess)
-    return Blueprint(model, preprocess, source.folder, doubts)
-
-
-def _translated(
-    translate: Callable[[Mapping[str, Any], str], dict[str, Any]],
-    config: Mapping[str, Any],
-    where: str,
-) -> dict[str, Any]:
-    """What a configuration of transformers says in the words of open_clip."""
-    try:
-        return translate(config, where)
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as problem:
-        raise CheckpointError(
-            f"{where}: its configuration lacks something or has it in another form: {problem!r}"
-        ) from problem
 
 
 def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = config.get(key, {})
     return dict(found) if isinstance(found, dict) else {}
-
-
-def _check_size(source: Source, model: Mapping[str, Any], preprocess: Mapping[str, Any]) -> None:
-    """Refuse preprocessing for another image size than the tower's."""
-    tower, size = model["vision_cfg"].get("image_size", 224), preprocess.get("size")
-    if isinstance(size, list | tuple) and len(set(size)) == 1:
-        size = size[0]
-    if isinstance(size, int) and isinstance(tower, int) and size != tower:
-        raise CheckpointError(
-            f"{source.reference.text}: images are preprocessed to {size} pixels but the image "
-            f"tower takes {tower}"
-        )
 
 
 def check_activation(source: Source, blueprint: Blueprint, used: str) -> None:
@@ -248,8 +171,8 @@ def _declared_activations(source: Source) -> Iterator[tuple[str, bool]]:
             yield f"OpenAI's archive {path.name}", True
     if source.reference.kind == "open_clip":
         return  # the tag has been asked already
-    if config := source.config("open_clip_config.json"):
-        yield "open_clip_config.json", bool(_table(config, "model_cfg").get("quick_gelu", False))
+    if config := source.config(CONFIG):
+        yield CONFIG, bool(_table(config, "model_cfg").get("quick_gelu", False))
     config = source.config("config.json")
     if config and config.get("model_type") in {"clip", "clip_vision_model"}:
         model = transformers_config.model_config(config, source.reference.text)
@@ -295,10 +218,12 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     from atlas_cli.models.open_clip_import import open_clip  # slow to import
 
     model = with_local_text(blueprint.model, blueprint.folder)
-    check_installed(model["text_cfg"])
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    text = model["text_cfg"]
+    if wanted := text.get("hf_model_name") or text.get("hf_tokenizer_name"):
+        transformers_config.check_installed(wanted)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
         config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
-        (Path(folder) / "open_clip_config.json").write_text(json.dumps(config), "utf-8")
+        (Path(folder) / CONFIG).write_text(json.dumps(config), "utf-8")
         try:
             module, _, transform = open_clip.create_model_and_transforms(
                 f"local-dir:{folder}", load_weights=False, pretrained_text=False
@@ -309,6 +234,70 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
                 f"open_clip cannot build this architecture: {reason}"
             ) from problem
     return module, transform
+
+
+def fill(module: torch.nn.Module, tensors: LazyTensors, where: str) -> None:
+    """Copy tensors into a module by name. Raises MismatchError that lists what does not fit."""
+    places = module.state_dict()
+    if problems := _mismatches(places, tensors):
+        listed = "; ".join(problems[:3])
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise MismatchError(f"{where}: the weights do not fit the architecture: {listed}{more}")
+    with torch.no_grad():
+        for name, place in places.items():
+            if name in tensors:
+                place.copy_(tensors[name].read().reshape(place.shape))
+
+
+def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> list[str]:
+    problems = []
+    for name, place in places.items():
+        if name in tensors:
+            found, wanted = tensors[name].shape, tuple(place.shape)
+            if found != wanted and not {found, wanted} <= {(), (1,)}:
+                problems.append(f"{name} has shape {found}, expected {wanted}")
+        elif not name.endswith(_BUFFERS):
+            problems.append(f"{name} is missing")
+    return problems + [f"{name} is unknown" for name in tensors if name not in places]
+
+
+def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
+    """The tokenizer that a configuration names, or the one of CLIP."""
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+
+    text = with_local_text(model, folder)["text_cfg"]
+    length = text.get("context_length", 77)
+    name, options = text.get("hf_tokenizer_name"), text.get("tokenizer_kwargs") or {}
+    if strange := sorted(options.keys() - _TOKENIZER_OPTIONS):
+        raise CheckpointError(
+            f"{folder}: its configuration has tokenizer_kwargs {', '.join(strange)}, "
+            f"which atlas does not hand on; it knows {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+        )
+    try:
+        with _quiet():  # code that comes with a tokenizer is never run
+            if not name:
+                return open_clip.SimpleTokenizer(context_length=length, **options)  # type: ignore[no-any-return]
+            return open_clip.tokenizer.HFTokenizer(  # type: ignore[no-any-return]
+                name, context_length=length, trust_remote_code=False, **options
+            )
+    except Exception as problem:  # of three libraries, for what a stranger wrote
+        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
+
+
+# What configurations of open_clip say of tokenizers of transformers.
+_TOKENIZER_OPTIONS = frozenset({"clean", "language", "strip_sep_token", "tokenizer_mode"})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without open_clip's log lines: what matters in them, atlas checks and says itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 # Zero-shot head -------------------------------------------------------------------------------
@@ -366,6 +355,16 @@ def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -
         means = torch.cat(features).reshape(len(classes), len(templates), -1).mean(dim=1)
         scale = clip.module.logit_scale.exp()  # type: ignore[operator]
         return (scale * F.normalize(means, dim=-1)).clone()
+
+
+def logits_of(features: torch.Tensor, head: Classifier) -> torch.Tensor:
+    """head @ norm(features), (images, classes), or what a learned head makes of the features.
+
+    The weights hold the model's logit scale.
+    """
+    if not isinstance(head, torch.Tensor):
+        return head(features)
+    return F.normalize(features, dim=-1) @ head.T
 
 
 def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:

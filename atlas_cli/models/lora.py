@@ -17,7 +17,7 @@ from atlas_cli.core.storage import BlockPart, Factors
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
-from atlas_cli.models.tensor_names import unwrapped
+from atlas_cli.models.folders import unwrapped
 from atlas_cli.sources.locate import Source
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")

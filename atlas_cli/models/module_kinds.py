@@ -13,7 +13,7 @@ import torch
 from atlas_cli.errors import CheckpointError, UsageError, install_hint
 from atlas_cli.io.tensors import LazyTensors
 from atlas_cli.models.clip import Opening, open_model
-from atlas_cli.models.tensor_names import is_clip, is_transformers
+from atlas_cli.models.folders import is_clip, is_transformers
 from atlas_cli.sources.locate import Source
 
 LINEAR, TRANSPOSED, EMBEDDING, CONVOLUTION = "linear", "transposed linear", "embedding", "conv"

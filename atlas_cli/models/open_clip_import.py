@@ -1,11 +1,14 @@
-"""The module open_clip, also where torchvision was built for another torch."""
+"""The module open_clip, also where torchvision was built for another torch, and its own lists."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 from atlas_cli.io.torchvision_import import import_torchvision
+from atlas_cli.sources.locate import check_architecture
+from atlas_cli.sources.reference import Reference
 
 
 def import_open_clip() -> ModuleType:
@@ -15,3 +18,17 @@ def import_open_clip() -> ModuleType:
 
 
 open_clip = import_open_clip()
+
+
+def architecture_named(name: str) -> dict[str, Any]:
+    """The configuration of the architecture of that name in open_clip's own list."""
+    check_architecture(name)
+    return {"quick_gelu": False, **open_clip.get_model_config(name)}
+
+
+def configuration_of(reference: Reference) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configurations of a model of open_clip's own list and of its preprocessing."""
+    tag = open_clip.get_pretrained_cfg(reference.name, reference.tag)
+    model = {**architecture_named(reference.name), "quick_gelu": bool(tag.get("quick_gelu", False))}
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    return model, {key: tag[key] for key in keys if key in tag}

@@ -1,22 +1,16 @@
-"""Tensors by name: CLIP as open_clip and as transformers call its parts, wrapped or not."""
+"""The names of CLIP's tensors: those that transformers gives them, and those of open_clip."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from atlas_cli.errors import CheckpointError, MismatchError
-from atlas_cli.io.checkpoint import open_tensors
+from atlas_cli.errors import MismatchError
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.sources.locate import Source
 
-_WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
-MASKS = ("attn_mask", "position_ids")
-INFORMATION = ("input_resolution", "context_length", "vocab_size")
-_BUFFERS = (*MASKS, "num_batches_tracked")  # a module makes them itself
 _LAYER = (
     (r"encoder\.layers\.(\d+)\.layer_norm([12])\.", r"transformer.resblocks.\1.ln_\2."),
     (r"encoder\.layers\.(\d+)\.self_attn\.out_proj\.", r"transformer.resblocks.\1.attn.out_proj."),
@@ -42,24 +36,7 @@ _PROJECTIONS = {
     "text_projection.weight": "text_projection",
 }
 THIRDS, TRANSPOSED = ("q", "k", "v"), "transposed"
-_FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)")
 _QKV = re.compile(r"(.*)encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)$")
-
-
-def is_adapter(source: Source, tensors: LazyTensors) -> bool:
-    """Whether a source is an adapter of PEFT, by the name of its file or of its tensors."""
-    named = source.weights[0].name.startswith("adapter_model.")
-    return named or any(".lora_A." in name for name in tensors)
-
-
-def has_factors(names: Iterable[str]) -> bool:
-    """Whether some tensors are factors of LoRA, of any library: they are no weights."""
-    return any(_FACTOR.search(name) for name in names)
-
-
-def is_transformers(tensors: LazyTensors) -> bool:
-    """Whether names are those that transformers gives to CLIP."""
-    return any("encoder.layers." in name for name in tensors)
 
 
 def to_open_clip(tensors: LazyTensors) -> dict[str, LazyTensor]:
@@ -123,73 +100,6 @@ def _stacked(name: str, parts: Mapping[str, LazyTensor]) -> LazyTensor:
     )
 
 
-def normalised(tensors: LazyTensors, where: str) -> dict[str, LazyTensor]:
-    """Tensors under open_clip's names, whatever their file calls them."""
-    plain: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        inner = unwrapped(name)
-        if inner in plain:
-            raise CheckpointError(f"{where}: two tensors would both be {inner}; one is {name}")
-        plain[inner] = tensor
-    if is_transformers(plain):
-        return to_open_clip(plain)
-    kept = {name: tensor for name, tensor in plain.items() if not _is_passing(name)}
-    if "conv1.weight" in kept:  # an image tower saved on its own
-        return {f"visual.{name}": tensor for name, tensor in kept.items()}
-    return kept
-
-
-def _is_passing(name: str) -> bool:
-    """Whether a tensor is no part of the model: a mask, a size, a constant of a script."""
-    return name.endswith(MASKS) or name in INFORMATION or name.startswith("CONSTANTS.")
-
-
-def unwrapped(name: str) -> str:
-    """A name without the prefixes that training wrappers put before it."""
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name
-
-
-def is_clip(names: Iterable[str]) -> bool:
-    """Whether names are those of a CLIP model, of open_clip or of transformers."""
-    marks = ("visual.", "vision_model.")
-    return any(unwrapped(name).startswith(marks) for name in names)
-
-
-def plain(tensors: LazyTensors, where: str) -> LazyTensors:
-    """A model as it can be written: names of open_clip without wrappers, others as they are."""
-    if is_clip(tensors) and not is_transformers(tensors):
-        return normalised(tensors, where)
-    return tensors
-
-
-def block_of(name: str, *, transformers: bool) -> tuple[str, str]:
-    """open_clip's name of a tensor, and what of it this is: see place_of."""
-    return place_of(unwrapped(name)) if transformers else (unwrapped(name), "")
-
-
-def renamed(tensors: LazyTensors, like: LazyTensors, where: str) -> LazyTensors:
-    """The tensors under the names that `like` has for them; left alone if they have them already.
-
-    Names that have no counterpart are kept, for whoever compares the two to complain of.
-    """
-    if tensors.keys() == like.keys() or not (is_clip(tensors) and is_clip(like)):
-        return tensors
-    blocks = normalised(tensors, where)
-    transformers = is_transformers(like)
-    found: dict[str, LazyTensor] = {}
-    used: set[str] = set()
-    for name, wanted in like.items():
-        if not wanted.dtype.is_floating_point:
-            continue
-        block, part = block_of(name, transformers=transformers)
-        if block in blocks:
-            found[name] = piece(blocks[block], part)
-            used.add(block)
-    return found | {name: tensor for name, tensor in blocks.items() if name not in used}
-
-
 def piece(tensor: LazyTensor, part: str) -> LazyTensor:
     """A third of stacked projections, a transpose, or the tensor itself."""
     if part == TRANSPOSED:
@@ -205,41 +115,3 @@ def piece(tensor: LazyTensor, part: str) -> LazyTensor:
         return tensor.span(first + start, first + stop)
 
     return LazyTensor(shape, tensor.dtype, lambda: read(0, math.prod(shape)).reshape(shape), read)
-
-
-# Sources and modules --------------------------------------------------------------------------
-
-
-def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
-    """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
-    return normalised(open_tensors(source.weights, allow), source.reference.text)
-
-
-def has_text(tensors: LazyTensors) -> bool:
-    """Whether there is a text tower among the tensors."""
-    return any(name.startswith(("transformer.", "text.")) for name in tensors)
-
-
-def fill(module: torch.nn.Module, tensors: LazyTensors, where: str) -> None:
-    """Copy tensors into a module by name. Raises MismatchError that lists what does not fit."""
-    places = module.state_dict()
-    if problems := _mismatches(places, tensors):
-        listed = "; ".join(problems[:3])
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise MismatchError(f"{where}: the weights do not fit the architecture: {listed}{more}")
-    with torch.no_grad():
-        for name, place in places.items():
-            if name in tensors:
-                place.copy_(tensors[name].read().reshape(place.shape))
-
-
-def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> list[str]:
-    problems = []
-    for name, place in places.items():
-        if name in tensors:
-            found, wanted = tensors[name].shape, tuple(place.shape)
-            if found != wanted and not {found, wanted} <= {(), (1,)}:
-                problems.append(f"{name} has shape {found}, expected {wanted}")
-        elif not name.endswith(_BUFFERS):
-            problems.append(f"{name} is missing")
-    return problems + [f"{name} is unknown" for name in tensors if name not in places]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlas_cli.errors import CheckpointError
+from atlas_cli.errors import AtlasError, CheckpointError
+from atlas_cli.models.folders import Blueprint, checked_blueprint
+from atlas_cli.sources.locate import Source
 
 # What transformers leaves out of config.json because it is the default.
 _VISION_DEFAULTS: dict[str, Any] = {
@@ -31,6 +34,37 @@ _TEXT_DEFAULTS: dict[str, Any] = {
 }
 _RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 _ACTIVATIONS = {"gelu": False, "quick_gelu": True}
+
+
+def transformers_blueprint(source: Source, config: Mapping[str, Any]) -> Blueprint:
+    """What a folder of transformers says of its CLIP model, in the words of open_clip."""
+    where = source.reference.text
+    found = source.config("preprocessor_config.json")
+    model = _translated(model_config, config, where)
+    doubts: tuple[str, ...] = ()
+    if found is not None:
+        preprocess = _translated(preprocess_config, found, where)
+    else:  # every CLIP of transformers that was published has the same
+        preprocess = usual_preprocessing(model)
+        doubts = (
+            f"{where}: has no preprocessor_config.json; images are prepared as for OpenAI's CLIP, "
+            f"at {preprocess['size']} pixels",
+        )
+    return checked_blueprint(source, model, preprocess, f"{where}: config.json", doubts)
+
+
+def _translated(
+    translate: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    config: Mapping[str, Any],
+    where: str,
+) -> dict[str, Any]:
+    """What a configuration of transformers says in the words of open_clip."""
+    try:
+        return translate(config, where)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as problem:
+        raise CheckpointError(
+            f"{where}: its configuration lacks something or has it in another form: {problem!r}"
+        ) from problem
 
 
 def is_vision_only(config: Mapping[str, Any]) -> bool:
@@ -122,3 +156,19 @@ def _edge(size: Any) -> Any:
         values = set(size.values())
         return values.pop() if len(values) == 1 else tuple(size.values())
     return size
+
+
+def check_installed(wanted: str) -> None:
+    """Refuse a text tower or tokenizer of transformers where that is not installed."""
+    if not _is_installed("transformers"):
+        raise AtlasError(
+            f"{wanted}: is a text tower of transformers, which is not installed; "
+            "run: pip install 'atlas-cli[hf]'"
+        )
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from atlas_cli import __version__
 from atlas_cli.errors import UsageError
-from atlas_cli.models.folders import ModelFacts, describe_model
+from atlas_cli.models.facts import ModelFacts, describe_model
 from atlas_cli.reports import tables
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.describe import (

@@ -13,7 +13,7 @@ from atlas_cli.recipes.text import summarise
 from atlas_cli.reports.runs import read_learned
 
 if TYPE_CHECKING:
-    from atlas_cli.models.folders import ModelFacts
+    from atlas_cli.models.facts import ModelFacts
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
     from atlas_cli.reports.runs import Run

@@ -20,7 +20,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_tensors, write_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models.adapters import lora_settings
-from atlas_cli.models.folders import whole_folder
+from atlas_cli.models.folders import has_factors, plain, renamed
 from atlas_cli.models.module_kinds import (
     ATTENTION,
     EMBEDDING,
@@ -31,7 +31,7 @@ from atlas_cli.models.module_kinds import (
     Modules,
     modules_of,
 )
-from atlas_cli.models.tensor_names import has_factors, plain, renamed
+from atlas_cli.models.saving import whole_folder
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.differences import Choice, problems_between
 

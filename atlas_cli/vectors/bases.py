@@ -15,8 +15,9 @@ from atlas_cli.core import storage
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.files import XXH3, CachedDigest, load_digests, save_digests, stat_files
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.models.clip import Blueprint, check_activation, read_architecture
-from atlas_cli.models.tensor_names import read_tensors
+from atlas_cli.models.clip import check_activation
+from atlas_cli.models.facts import read_architecture
+from atlas_cli.models.folders import Blueprint, read_tensors
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import belongs, digest, fingerprint, in_scope
 

@@ -14,10 +14,10 @@ from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.models import tensor_names
+from atlas_cli.models.folders import has_text, is_adapter, is_transformers, normalised
 from atlas_cli.models.linearised import is_linearised, open_linearised
 from atlas_cli.models.lora import is_lora_torch, open_adapter, open_lora_torch
-from atlas_cli.models.tensor_names import has_text, is_adapter, normalised
+from atlas_cli.models.tensor_names import THIRDS
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.format import in_scope, open_vector
 
@@ -69,7 +69,7 @@ def open_difference(source: Source, base: LazyTensors, choice: Choice) -> Differ
         return _of_model(where, tensors, base, choice, linearised=True)
     tensors = normalised(raw, where)
     # CLIPVisionModel has no projection: the one of the base stays as it is.
-    alone = tensor_names.is_transformers(raw) and not has_text(tensors)
+    alone = is_transformers(raw) and not has_text(tensors)
     return _of_model(where, tensors, base, choice, absent=("visual.proj",) if alone else ())
 
 
@@ -143,7 +143,7 @@ def _of_adapter(source: Source, raw: LazyTensors, base: LazyTensors, choice: Cho
     return Difference(
         {name: _given(read) for name, read in blocks.items() if name in wanted},
         tuple(sorted(raw.keys() - kept.keys())),
-        parts=len(tensor_names.THIRDS),
+        parts=len(THIRDS),
         origin=origin,
     )
 

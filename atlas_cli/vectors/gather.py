@@ -24,8 +24,8 @@ from atlas_cli.core.storage import Form
 from atlas_cli.errors import AtlasError, CheckpointError, UnreachableError, UsageError
 from atlas_cli.io.checkpoint import open_tensors
 from atlas_cli.io.files import cache_folder, locked, sha256_of
+from atlas_cli.models.folders import is_adapter
 from atlas_cli.models.lora import is_lora_torch
-from atlas_cli.models.tensor_names import is_adapter
 from atlas_cli.sources.hub import Snapshot
 from atlas_cli.sources.listings import Listing, last_commit, look_up
 from atlas_cli.sources.locate import (

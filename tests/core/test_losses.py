@@ -7,15 +7,7 @@ import math
 import pytest
 import torch
 
-from atlas_cli.core.losses import (
-    ascent,
-    cross_entropy,
-    entropy,
-    logits_of,
-    penalty,
-    to_uniform,
-    unlikelihood,
-)
+from atlas_cli.core.losses import ascent, cross_entropy, entropy, penalty, to_uniform, unlikelihood
 
 FORGET = {"ascent": ascent, "unlikelihood": unlikelihood, "uniform": to_uniform}
 
@@ -31,13 +23,6 @@ def random_table(seed: int = 0) -> torch.Tensor:
 def gradient_of(table: torch.Tensor, order: int) -> torch.Tensor:
     table = table.clone().requires_grad_()
     return torch.autograd.grad(penalty(table, order), table)[0]
-
-
-def test_logits_do_not_depend_on_the_length_of_features():
-    head = torch.tensor([[10.0, 0.0], [0.0, 10.0]])
-    for features in ([3.0, 4.0], [0.3, 0.4]):
-        logits = logits_of(torch.tensor([features]), head)
-        torch.testing.assert_close(logits, torch.tensor([[6.0, 8.0]]))
 
 
 def test_cross_entropy_of_equal_logits_is_the_logarithm_of_the_classes():

@@ -14,7 +14,8 @@ from PIL import Image
 from atlas_cli.datasets.dataset import Dataset, load, open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
 from atlas_cli.errors import DataError
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build
+from atlas_cli.models.folders import Blueprint
 
 ROOM = 2**30
 OPENAI = {

@@ -40,8 +40,9 @@ from atlas_cli.learning.selection import (
     Selection,
     policy_for,
 )
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build
 from atlas_cli.models.composed import ComposedModel
+from atlas_cli.models.folders import Blueprint
 
 QUICK = TrainingConfig(epochs=3, batch_size=6, min_steps=2, augment="none")
 

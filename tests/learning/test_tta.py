@@ -16,7 +16,7 @@ from conftest import HALF, TINY_CONFIG
 from PIL import Image
 
 from atlas_cli.core.compose import Composition, by_block, stack_blocks
-from atlas_cli.core.losses import logits_of, sharpen
+from atlas_cli.core.losses import sharpen
 from atlas_cli.core.optimizers import RADIUS, OptimizerConfig
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import open_dataset
@@ -27,8 +27,9 @@ from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.selection import BestEpoch, Fold, Scoring, Selection
 from atlas_cli.learning.tta import decision
 from atlas_cli.learning.unlabelled import SelfTraining, UnlabelledConfig, UnlabelledObjective
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build, logits_of
 from atlas_cli.models.composed import ComposedModel, LayerNormModel, norm_names
+from atlas_cli.models.folders import Blueprint
 
 IMAGES, CLASSES = 24, 3
 QUICK = TrainingConfig(

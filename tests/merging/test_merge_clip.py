@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.compose import choose_layout
 from atlas_cli.models.clip import open_model
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 from atlas_cli.vectors.pool import compose_pool, open_pool
 

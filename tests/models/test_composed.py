@@ -19,8 +19,9 @@ from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
 from atlas_cli.learning.batches import StatelessData, generator_of
 from atlas_cli.learning.loop import descend
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build
 from atlas_cli.models.composed import ComposedModel, LossOf
+from atlas_cli.models.folders import Blueprint
 from atlas_cli.parallel import thread_pool_for
 
 RESNET = {

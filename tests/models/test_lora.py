@@ -66,7 +66,7 @@ def expected_of(deltas: Tensors, shapes: dict[str, tuple[int, ...]]) -> Tensors:
 
 
 def shapes_of(base: Path) -> dict[str, tuple[int, ...]]:
-    from atlas_cli.models.tensor_names import read_tensors
+    from atlas_cli.models.folders import read_tensors
 
     return {n: t.shape for n, t in read_tensors(locate(parse_reference(str(base)))).items()}
 

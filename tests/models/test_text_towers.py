@@ -40,7 +40,8 @@ CONFIG = {
 
 def write_model(folder: Path) -> Path:
     """open_clip_config.json and weights beside text/, which the configuration names so."""
-    from atlas_cli.models.clip import Blueprint, build
+    from atlas_cli.models.clip import build
+    from atlas_cli.models.folders import Blueprint
 
     text = folder / "text"
     text.mkdir(parents=True)

@@ -10,8 +10,8 @@ from extracting import read, run
 from safetensors.torch import load_file, save_file
 
 from atlas_cli.errors import MismatchError
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.models.open_clip_import import import_open_clip
-from atlas_cli.models.tensor_names import read_tensors
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.format import open_vector

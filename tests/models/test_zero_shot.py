@@ -11,7 +11,7 @@ from conftest import write_open_clip
 from safetensors.torch import save_file
 
 from atlas_cli.io.files import cache_folder
-from atlas_cli.models.clip import Clip, compute_head, open_model, zero_shot_head
+from atlas_cli.models.clip import Clip, compute_head, logits_of, open_model, zero_shot_head
 from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.sources.locate import locate, parse_reference
 
@@ -103,3 +103,10 @@ def test_a_head_that_is_not_what_was_written_is_computed_again(clip: Clip):
     said = []
     assert torch.equal(first, zero_shot_head(clip, CLASSES, TEMPLATES, said.append))
     assert len(said) == 1
+
+
+def test_logits_do_not_depend_on_the_length_of_features():
+    head = torch.tensor([[10.0, 0.0], [0.0, 10.0]])
+    for features in ([3.0, 4.0], [0.3, 0.4]):
+        logits = logits_of(torch.tensor([features]), head)
+        torch.testing.assert_close(logits, torch.tensor([[6.0, 8.0]]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atlas_cli.errors import UsageError
-from atlas_cli.models.tensor_names import read_tensors
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.sources.locate import (
     BUILTIN_VECTORS,
     locate,

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.storage import Dense, decode
 from atlas_cli.errors import CheckpointError, MismatchError
-from atlas_cli.models.folders import describe_model
+from atlas_cli.models.facts import describe_model
 from atlas_cli.reports.grids import cosine_grid, norm_grids
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.describe import Comparison, VectorFacts, compare, describe_vector, is_vector

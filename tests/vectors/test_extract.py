@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.storage import Form, decode
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
-from atlas_cli.models.clip import Blueprint, build
+from atlas_cli.models.clip import build
+from atlas_cli.models.folders import Blueprint
 from atlas_cli.models.linearised import parameter_order
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.bases import open_base

@@ -18,7 +18,7 @@ from atlas_cli.core.storage import Block, Dense, Form, bytes_of, decode, encode,
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.io.tensors import LazyTensors
-from atlas_cli.models.tensor_names import read_tensors
+from atlas_cli.models.folders import read_tensors
 from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.format import base_fingerprint
 from atlas_cli.vectors.pool import Pool, compose_pool, open_pool
