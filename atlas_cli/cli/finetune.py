@@ -55,6 +55,9 @@ _COEFFICIENTS_ONLY = (
     "min_steps",
     "penalty",
     "memory",
+    "exclude",
+    "storage",
+    "keep_downloads",
 )
 
 

@@ -215,7 +215,7 @@ TextModel = Annotated[
 ]
 Split = Annotated[
     str | None,
-    typer.Option(metavar="SPLIT", callback=_check_split),
+    typer.Option(metavar="SPLIT", help="train, val or test alone.", callback=_check_split),
 ]
 Templates = Annotated[
     list[str] | None,
@@ -328,8 +328,8 @@ def learning_command(
         if name not in ("flags", "options", "output")
     }
     offered = [name for name in _FLAGS if name not in without]
-    kinds = {**{name: _FLAGS[name] for name in offered}, **_RUN_OPTIONS, **_ACCESS}
-    shared = {name: _parameter(name, kind) for name, kind in kinds.items()}
+    kinds = {**_FLAGS, **_RUN_OPTIONS, **_ACCESS}
+    shared = {n: _parameter(n, kind) for n, kind in kinds.items() if n not in without}
 
     def command(**given: Any) -> None:
         given = {name: value for name, value in given.items() if name not in _ACCESS}

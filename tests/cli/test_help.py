@@ -64,7 +64,8 @@ def test_every_option_is_in_a_panel_and_has_a_text(call):
         for option in command.params:
             if isinstance(option, TyperOption):
                 assert panel_of(option) in panels
-                assert texts[max(option.opts, key=len)], (name, option.name)
+                text = texts[max(option.opts, key=len)]
+                assert text.removeprefix(option.metavar or ""), (name, option.name)
 
 
 def test_help_fits_a_terminal_and_nothing_is_cut(on_terminal, call):
