@@ -19,7 +19,6 @@ from atlas_cli.core.optimizers import OptimizerConfig
 from atlas_cli.core.storage import Dense
 from atlas_cli.datasets.dataset import Sample, open_dataset
 from atlas_cli.datasets.pixels import Pixels, View, view_of
-from atlas_cli.errors import DataError
 from atlas_cli.learning.batches import (
     LabelledData,
     LabelledObjective,
@@ -32,11 +31,7 @@ from atlas_cli.learning.batches import (
 from atlas_cli.learning.fit import recognise
 from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.selection import (
-    BestEpoch,
     Fold,
-    KFold,
-    Last,
-    Scoring,
     Selection,
     policy_for,
 )
@@ -246,78 +241,6 @@ def test_the_loss_is_cross_entropy_and_the_accuracy_that_of_the_step(model, fold
     wanted = -logits.log_softmax(dim=1).diagonal().mean().item()
     assert loss_of(features).item() == pytest.approx(wanted, rel=1e-5)
     assert problem.accuracy() == 1.0
-
-
-# Policies -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("select", ["holdout", "kfold"])
-@pytest.mark.parametrize("count", [2, 3, 4, 9])
-def test_no_image_both_teaches_and_judges(model, folder: Path, select: str, count: int):
-    pixels = colours(folder, model[1], count)
-    for fold in folds_of(select, pixels, seed=0):
-        (train,) = fold.train
-        assert fold.scored_on is None or not set(train) & set(fold.scored_on[0])
-        assert {pixels.labels[i].item() for i in train} == {0, 1, 2}
-
-
-def test_last_learns_from_all_and_looks_once_at_the_same_images(model, folder: Path):
-    policy = policy_for("last", [colours(folder, model[1], 2)], 0)
-    assert isinstance(policy, Last)
-    assert policy.fold.train == policy.fold.scored_on == (tuple(range(6)),)
-    assert policy.fold.scoring is Scoring.AT_END
-
-
-def test_val_learns_from_all_images_and_other_images_judge(model, folder: Path):
-    policy = policy_for("val:elsewhere", [colours(folder, model[1], 2)], 0)
-    assert isinstance(policy, BestEpoch)
-    assert policy.fold.train == (tuple(range(6)),)
-    assert policy.fold.scored_on is None
-    assert policy.fold.scoring is Scoring.EVERY_EPOCH
-
-
-def test_a_word_that_names_no_policy_is_refused(model, folder: Path):
-    for word in ("blind", "kflod", ""):
-        with pytest.raises(ValueError, match="no policy is called"):
-            policy_for(word, [colours(folder, model[1], 2)], 0)
-
-
-@pytest.mark.parametrize(("count", "held"), [(2, 1), (4, 1), (7, 1), (8, 2), (9, 2)])
-def test_holdout_keeps_a_quarter_of_every_class_and_at_least_one(
-    model, folder: Path, count: int, held: int
-):
-    pixels = colours(folder, model[1], count)
-    (fold,) = folds_of("holdout", pixels, 0)
-    assert Counter(pixels.labels[list(fold.scored_on[0])].tolist()) == {0: held, 1: held, 2: held}
-    assert sorted(fold.train[0] + fold.scored_on[0]) == list(range(3 * count))
-
-
-@pytest.mark.parametrize(("count", "folds"), [(2, 2), (3, 3), (4, 4), (9, 4)])
-def test_folds_judge_every_image_once_and_the_last_stage_learns_from_all(
-    model, folder: Path, count: int, folds: int
-):
-    policy = policy_for("kfold", [colours(folder, model[1], count)], 0)
-    assert isinstance(policy, KFold)
-    plan = policy.folds
-    assert [fold.name for fold in plan] == [f"fold {n + 1}" for n in range(folds)] + ["all"]
-    judges = [index for fold in plan[:-1] for index in fold.scored_on[0]]
-    assert sorted(judges) == list(range(3 * count))
-    assert all(sorted(s.train[0] + s.scored_on[0]) == list(range(3 * count)) for s in plan[:-1])
-    assert plan[-1].train == (tuple(range(3 * count)),)
-    assert plan[-1].scored_on is None
-    assert plan[-1].scoring is Scoring.NEVER
-
-
-@pytest.mark.parametrize("select", ["holdout", "kfold"])
-def test_a_class_of_one_image_cannot_be_divided(model, folder: Path, select: str):
-    with pytest.raises(DataError, match=rf"--select {select} needs two images of every class"):
-        folds_of(select, colours(folder, model[1], 1), 0)
-
-
-def test_the_seed_decides_who_judges(model, folder: Path):
-    pixels = colours(folder, model[1])
-    found = {folds_of("holdout", pixels, seed)[0].scored_on for seed in (0, 0, 1, 2)}
-    assert len(found) == 3
 
 
 # Checks and verdicts --------------------------------------------------------------------------

@@ -16,10 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import open_dataset, plain_name
-from atlas_cli.datasets.pixels import Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.learning.run import RunInputs
-from atlas_cli.learning.splits import hold_out
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
@@ -169,17 +167,6 @@ def test_every_wrong_key_is_told_at_once():
         check_recipe(FinetuneRecipe, {"data": [], "model": "b", "epochs": 1, **wrong}, "--")
     told = [line.partition(":")[0] for line in str(problem.value).splitlines()]
     assert sorted(told) == sorted(["--data", *(f"--{key}" for key in wrong), "--lora"])
-
-
-def test_a_tenth_of_every_class_is_held_out_and_one_at_least(world: Path):
-    dataset = open_dataset("builtin:digits", split="train")
-    held = hold_out(Pixels(dataset, None, 0), 0)
-    assert len(held) == len(dataset.samples) // 10
-    few = open_dataset(str(world / "pets"), split="train")
-    held = hold_out(Pixels(few, None, 0), 0)
-    assert sorted(few.samples[index].label for index in held) == [0, 1, 2]
-    single = dataclasses.replace(few, samples=few.samples[::TRAIN])
-    assert hold_out(Pixels(single, None, 0), 0) == ()
 
 
 def test_weights_go_on_from_a_state_to_the_same_bits():
