@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import itertools
 import json
 import os
@@ -73,6 +74,12 @@ class Result:
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("markexpr")
     hypothesis.settings.load_profile("slow" if chosen == "slow" else "default")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -157,7 +157,10 @@ def serve(listening: socket.socket) -> None:
 
     from atlas_cli import __main__  # noqa: F401
     from atlas_cli.cli import app, warm  # noqa: F401
+    from atlas_cli.models.clip import open_tokenizer
 
+    for length in (16, 32, 77):  # of the models in tests, of the built-in one and of CLIP
+        open_tokenizer({"text_cfg": {"context_length": length}}, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the tests decide
     wakeup, ended = os.pipe()
     os.set_blocking(ended, False)

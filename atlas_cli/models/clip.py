@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -276,13 +277,21 @@ def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
     try:
         with _quiet():  # code that comes with a tokenizer is never run
             if not name:
-                return open_clip.SimpleTokenizer(context_length=length, **options)  # type: ignore[no-any-return]
+                return _clip_tokenizer(length, **options)
             return open_clip.tokenizer.HFTokenizer(  # type: ignore[no-any-return]
                 name, context_length=length, trust_remote_code=False, **options
             )
     except Exception as problem:  # of three libraries, for what a stranger wrote
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
+
+
+@functools.cache
+def _clip_tokenizer(length: int, **options: Any) -> Tokenize:
+    """CLIP's own tokenizer, made once: its tables take as long to build as a small model."""
+    from atlas_cli.models.open_clip_import import open_clip
+
+    return open_clip.SimpleTokenizer(context_length=length, **options)  # type: ignore[no-any-return]
 
 
 # What configurations of open_clip say of tokenizers of transformers.
@@ -382,8 +391,8 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
     inner: Any = getattr(clip.tokenize, "tokenizer", clip.tokenize)
     rules = getattr(inner, "backend_tokenizer", None)
-    known = rules.to_str() if rules else getattr(inner, "encoder", None) or inner.get_vocab()
-    digest.update(json.dumps(known, sort_keys=True).encode())
+    known = rules.to_str() if rules else getattr(inner, "encoder", None)
+    digest.update(repr(known or sorted(inner.get_vocab().items())).encode())
     probes = [templates[0].replace("{}", name) for name in classes]
     tokens = clip.tokenize([*probes, *(text.replace("{}", classes[0]) for text in templates)])
     digest.update(_digest(tokens).encode())
