@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -63,52 +64,57 @@ def test_every_method_is_found_by_its_name():
     assert all(MERGE_METHODS[name].name == name for name in NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_method_opens_with_its_formula(name: str):
-    apply = MERGE_METHODS[name].apply
-    while hasattr(apply, "__wrapped__"):
-        apply = apply.__wrapped__
-    assert apply.__doc__
-    assert any(sign in apply.__doc__.splitlines()[0] for sign in "+*=()/")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(9, 40), (50,), (4, 3, 2, 2), ()])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_result_is_as_the_inputs_are(name: str, shape: tuple[int, ...], dtype: torch.dtype):
-    base, models = inputs(name, *shape, dtype=dtype)
-    copies = [model.clone() for model in models]
-    merged = merge(name, base, models, given(name))
-    assert merged.shape == models[0].shape
-    assert merged.dtype == dtype
-    assert merged.isfinite().all()
-    assert all(torch.equal(model, copy) for model, copy in zip(models, copies, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(90, 40), (500,), (12, 3, 2, 2)])
-@pytest.mark.parametrize("name", NAMES)
-def test_how_a_tensor_is_cut_changes_no_bit(name: str, shape: tuple[int, ...], dtype: torch.dtype):
-    base, models = inputs(name, *shape, dtype=dtype)
-    whole = merge(name, base, models, given(name))
-    for rows in (1, 7):
-        assert torch.equal(merge(name, base, models, given(name), rows=rows), whole)
+def test_a_method_opens_with_its_formula():
+    for name in NAMES:
+        apply = MERGE_METHODS[name].apply
+        while hasattr(apply, "__wrapped__"):
+            apply = apply.__wrapped__
+        first = (apply.__doc__ or "").partition("\n")[0]
+        assert any(sign in first for sign in "+*=()/"), name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_within_a_tile_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
-    base, models = inputs(name, 90, 40, dtype=torch.bfloat16)
-    whole = merge(name, base, models, given(name))
+def test_the_result_is_as_the_inputs_are(name: str):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    for shape, dtype in product([(9, 40), (50,), (4, 3, 2, 2), ()], dtypes):
+        base, models = inputs(name, *shape, dtype=dtype)
+        copies = [model.clone() for model in models]
+        merged = merge(name, base, models, given(name))
+        assert (merged.shape, merged.dtype) == (shape, dtype)
+        assert merged.isfinite().all(), (shape, dtype)
+        kept = [torch.equal(model, copy) for model, copy in zip(models, copies, strict=True)]
+        assert all(kept), (shape, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_how_a_tensor_is_cut_changes_no_bit(name: str):
+    shapes = [(90, 40), (500,), (12, 3, 2, 2)]
+    for shape, dtype in product(shapes, (torch.float32, torch.bfloat16)):
+        base, models = inputs(name, *shape, dtype=dtype)
+        whole = merge(name, base, models, given(name))
+        for rows in (1, 7):
+            found = merge(name, base, models, given(name), rows=rows)
+            assert torch.equal(found, whole), (shape, dtype, rows)
+
+
+def test_pieces_within_a_tile_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    given_to = {name: inputs(name, 90, 40, dtype=torch.bfloat16) for name in NAMES}
+    wholes = {name: merge(name, *given_to[name], given(name)) for name in NAMES}
     monkeypatch.setattr("atlas_cli.merge_methods.tiling.PIECE", 300)
-    assert torch.equal(merge(name, base, models, given(name)), whole)
+    for name, whole in wholes.items():
+        assert torch.equal(merge(name, *given_to[name], given(name)), whole), name
 
 
 @pytest.mark.parametrize("shape", [(90, 40), (3000,)])
-@pytest.mark.parametrize("name", [name for name in NAMES if not MERGE_METHODS[name].whole])
 def test_statistics_of_a_large_tensor_are_read_a_piece_at_a_time(
-    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("atlas_cli.merge_methods.tiling.PIECE", 300)
+    for name in (name for name in NAMES if not MERGE_METHODS[name].whole):
+        statistics_come_in_pieces(name, shape)
+
+
+def statistics_come_in_pieces(name: str, shape: tuple[int, ...]) -> None:
     base, models = inputs(name, *shape, dtype=torch.bfloat16)
     method, whole = MERGE_METHODS[name], tile_of("weight", 0, shape, base, models)
     spans: list[tuple[int, int]] = []
@@ -120,22 +126,21 @@ def test_statistics_of_a_large_tensor_are_read_a_piece_at_a_time(
     watched = replace(whole, inputs=replace(whole.inputs, read=read))
     values = resolve(method, len(models), given(name), 0)
     found = [method.statistics(lambda tile=tile: iter([tile]), values) for tile in (watched, whole)]
-    assert all(stop - start <= 300 for start, stop in spans)
+    assert all(stop - start <= 300 for start, stop in spans), name
     if spans:
-        assert max(stop for _, stop in spans) == math.prod(shape)
+        assert max(stop for _, stop in spans) == math.prod(shape), name
     results = [method.apply(whole, values, one) for one in found]
-    assert torch.equal(*results)
+    assert torch.equal(*results), name
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_merges_into_nothing(name: str, shape: tuple[int, ...]):
-    base, models = inputs(name, *shape)
-    method = MERGE_METHODS[name]
-    values = resolve(method, len(models), given(name), 0)
-    tile = tile_of("weight", 0, shape, base, tuple(models))
-    found = method.statistics(lambda: iter([tile]), values)
-    assert method.apply(tile, values, found).shape == shape
+def test_nothing_merges_into_nothing():
+    for name, shape in product(NAMES, [(0,), (0, 4), (4, 0)]):
+        base, models = inputs(name, *shape)
+        method = MERGE_METHODS[name]
+        values = resolve(method, len(models), given(name), 0)
+        tile = tile_of("weight", 0, shape, base, tuple(models))
+        found = method.statistics(lambda tile=tile: iter([tile]), values)
+        assert method.apply(tile, values, found).shape == shape, name
 
 
 def test_pieces_hold_whole_rows_and_cover_a_tile():
@@ -145,11 +150,12 @@ def test_pieces_hold_whole_rows_and_cover_a_tile():
     assert torch.equal(torch.cat([piece.models[0] for piece in found]), model)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if MERGE_METHODS[name].base == "must"])
-def test_models_that_equal_the_base_merge_into_the_base(name: str):
+def test_models_that_equal_the_base_merge_into_the_base():
     base = random(20, 30)
-    merged = merge(name, base, [base.clone()] * (MERGE_METHODS[name].models[1] or 3), given(name))
-    torch.testing.assert_close(merged, base, rtol=1e-6, atol=1e-7)
+    for name in (name for name in NAMES if MERGE_METHODS[name].base == "must"):
+        models = [base.clone()] * (MERGE_METHODS[name].models[1] or 3)
+        merged = merge(name, base, models, given(name))
+        assert torch.allclose(merged, base, rtol=1e-6, atol=1e-7), name
 
 
 # Weighted sums --------------------------------------------------------------------------------
@@ -406,20 +412,17 @@ def test_the_methods_that_spread_are_those_that_are_tested():
     assert {name for name, method in MERGE_METHODS.items() if method.spreads} == {*ASLEEP}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ASLEEP)
-def test_what_is_not_finite_shows_in_the_result_even_without_a_weight(
-    name: str, dtype: torch.dtype, value: float
-):
+def test_what_is_not_finite_shows_in_the_result_even_without_a_weight(name: str):
     method = MERGE_METHODS[name]
-    count = method.models[1] or 2
-    for ill in range(count + (method.base == "must")):
-        tensors = [torch.randn(5, 7).to(dtype) for _ in range(count + 1)]
+    has_base, count = method.base == "must", method.models[1] or 2
+    values, dtypes = (math.nan, math.inf, -math.inf), (torch.float32, torch.bfloat16)
+    for ill, value, dtype in product(range(count + has_base), values, dtypes):
+        tensors = [random(5, 7, seed=seed, dtype=dtype) for seed in range(count + 1)]
         tensors[ill][3, 2] = value
         *models, base = tensors
-        merged = merge(name, base if (method.base == "must") else None, models, ASLEEP[name])
-        assert not merged[3, 2].isfinite()
+        merged = merge(name, base if has_base else None, models, ASLEEP[name])
+        assert not merged[3, 2].isfinite(), (ill, value, dtype)
 
 
 def test_the_tables_of_methods_in_the_docs_are_those_of_the_registry():
