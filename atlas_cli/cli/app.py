@@ -147,18 +147,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = list_commands(given)(given or ["--help"], prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
         for line in problem.args:
-            console.error(str(line))
+            console.note(f"error: {line}")
         return problem.exit_code
     except (MemoryError, OSError, RuntimeError, ImportError) as problem:
         if (text := _of_system(problem)) is None:
             raise
-        console.error(text)
+        console.note(f"error: {text}")
         return 1
     except typer.TyperException as problem:
-        console.error(_in_one_line(problem))
+        console.note(f"error: {_in_one_line(problem)}")
         return problem.exit_code
     except SystemExit:  # typer's answer to a reader that went away while help was printed
-        console.error(console.CLOSED)
+        console.note(f"error: {console.CLOSED}")
         return 1
     if code == _INTERRUPTED and not _interrupts:  # else run() says which signal it was
         console.note("interrupted")

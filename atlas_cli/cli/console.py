@@ -1,31 +1,38 @@
-"""The terminal and the pipes: results on stdout, messages on stderr, stdin, interrupts."""
+"""Where commands meet the user: options and recipes in, results, messages and progress out."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import os
-import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from atlas_cli.errors import AtlasError, CheckpointError, ClosedError, UsageError
+import typer
+
+from atlas_cli import __version__
+from atlas_cli.errors import AtlasError, ClosedError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from atlas_cli.cli.terminal import Bar
+    from atlas_cli.learning.events import Event
+    from atlas_cli.learning.results import LearningResult
 
 
 CLOSED = "stdout was closed before everything was written"
 _LAYOUT = "\n\t"
+_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
 _said = [0.0]  # when stderr was last written
 _PIECE = 1 << 15  # half of what a pipe holds
-_FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
+PAUSE = 25.0  # seconds without a line after which a file gets one
+_MOST_TEXT = 16_000_000  # bytes
 
 
 def emit(result: object, *, as_json: bool = False) -> None:
@@ -54,106 +61,23 @@ def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def emit_table(rows: Sequence[Mapping[str, str]], caption: str) -> None:
     """Draw rows on the terminal. A column in which every cell is empty is left out."""
-    from rich.console import Console
+    from atlas_cli.cli import terminal
 
     rows = [{name: printable(cell) for name, cell in row.items()} for row in rows]
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    console = Console(file=io.StringIO(), force_terminal=True, no_color=no_color(), width=_width())
-    least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
-    if least <= console.width:
-        shortened = _shortened(columns, rows, console.width)
-        console.print(_side_by_side(columns, shortened, caption))
-    else:
-        console.print(_below_each_other(columns, rows, caption))
-    write(console.file.getvalue())  # type: ignore[attr-defined]
-
-
-def _shortened(
-    columns: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
-) -> list[dict[str, str]]:
-    """The rows with long names cut in the middle, since related names often begin alike."""
-    widest = {name: max(len(text) for text in (name, *(r[name] for r in rows))) for name in columns}
-    texts = sorted((n for n in columns if not _is_numeric(n, rows)), key=lambda name: widest[name])
-    room = width - _BETWEEN * (len(columns) + 1)
-    room -= sum(widest[name] for name in columns if name not in texts)
-    limits = {}
-    for number, name in enumerate(texts):
-        limits[name] = min(widest[name], max(_FOLDED, room // (len(texts) - number)))
-        room -= limits[name]
-    return [{name: _cut(row[name], limits.get(name)) for name in columns} for row in rows]
-
-
-def _cut(text: str, limit: int | None) -> str:
-    """A name of so many letters at most, without its middle; what has spaces is wrapped instead."""
-    if limit is None or len(text) <= limit or " " in text:
-        return text
-    end = (limit - 1) // 2
-    return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
-
-
-def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
-    """The least width of a column: numbers are never cut, text is folded."""
-    widest = max(len(text) for text in (name, *(row[name] for row in rows)))
-    return widest if _is_numeric(name, rows) else min(widest, _FOLDED)
-
-
-def _is_numeric(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
-    return all(row[name][:1] in "+-0123456789" for row in rows)
-
-
-def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str) -> Table:
-    """A line for every row."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    style = box.SIMPLE_HEAD
-    table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
-    for name in columns:
-        is_number = _is_numeric(name, rows)
-        table.add_column(
-            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in columns))
-    return table
-
-
-def _below_each_other(
-    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str
-) -> Table:
-    """A line for every cell, where rows would be too wide."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    style = box.SIMPLE
-    table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
-    table.add_column("", overflow="fold", style="bold")
-    table.add_column("", overflow="fold")
-    for row in rows:
-        for name in columns:
-            table.add_row(name, Text(row[name]))
-        table.add_section()
-    return table
+    write(terminal.draw_table(rows, caption))
 
 
 def write(text: str) -> None:
     """Write text to stdout. Raises AtlasError unless all of it is written."""
-    with _stdout() as stdout:
+    with open_stdout() as stdout:
         for start in range(0, len(text), _PIECE):  # a reader that left is noticed between pieces
             stdout.write(text[start : start + _PIECE])
             stdout.flush()
 
 
-def write_file(file: BinaryIO) -> None:
-    """Copy a file to stdout. Raises AtlasError unless all of it is written."""
-    with _stdout() as stdout:
-        shutil.copyfileobj(file, stdout.buffer, _PIECE)
-
-
 @contextmanager
-def _stdout() -> Iterator[TextIO]:
+def open_stdout() -> Iterator[TextIO]:
+    """Stdout, to write to. Raises AtlasError unless all of it is written."""
     if sys.stdout is None:
         raise AtlasError(CLOSED)
     try:
@@ -185,15 +109,12 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
-
-
 def is_terminal() -> bool:
     """Whether stdout is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-# Messages and progress ------------------------------------------------------------------------
+# Messages ---------------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -205,19 +126,9 @@ def say(text: str) -> None:
             _said[0] = time.monotonic()
 
 
-def last_said() -> float:
-    """When the last message was written, by the monotonic clock."""
-    return _said[0]
-
-
 def note(text: str) -> None:
     """Write a message to stderr, in one line behind the name of the program."""
     say(f"atlas: {printable(text)}")
-
-
-def error(text: str) -> None:
-    """Write an error to stderr."""
-    note(f"error: {text}")
 
 
 def warn(text: str) -> None:
@@ -230,11 +141,9 @@ def warner(*, quiet: bool) -> Callable[[str], None]:
     return (lambda text: None) if quiet else warn
 
 
-def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows to stderr, one line each, in columns."""
-    if sys.stderr is None:
-        return
-    lines = [[printable(cell) for cell in line] for line in (rows[0], *(r.values() for r in rows))]
+def tell_table(rows: Sequence[Mapping[str, str | float | None]]) -> None:
+    """Write rows to stderr, one line each, in columns. Numbers are percent."""
+    lines = [[_cell(value) for value in line] for line in (rows[0], *(r.values() for r in rows))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:
         cells = [first.ljust(widths[0])]
@@ -242,68 +151,11 @@ def tell_table(rows: Sequence[Mapping[str, str]]) -> None:
         say(f"  {'  '.join(cells).rstrip()}")
 
 
-def no_color() -> bool | None:
-    """Whether colours are unwanted; None leaves that to the terminal."""
-    return bool(os.environ.get("NO_COLOR")) or None
+def _cell(value: str | float | None) -> str:
+    return printable(value) if isinstance(value, str) else "" if value is None else f"{value:.2f}"
 
 
-def _width() -> int | None:
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or None
-    except (OSError, ValueError):
-        return None
-
-
-def percent(value: float | None) -> str:
-    """Percent with two decimals; nothing for None."""
-    return "" if value is None else f"{value:.2f}"
-
-
-# stdin ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def spooled_stdin(suffix: str) -> Iterator[Path]:
-    """A temporary file with the content of stdin, for readers that must seek.
-
-    A CheckpointError says "stdin" in place of the file's name, which means nothing to the user.
-    """
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("- reads stdin, which is no pipe and no file")
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
-        path = Path(folder) / f"stdin{suffix}"
-        try:
-            with path.open("wb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-        except OSError as problem:
-            raise AtlasError(
-                f"stdin: cannot be kept in {Path(folder).parent}: {problem.strerror}; "
-                "set TMPDIR to a folder with room"
-            ) from problem
-        if not path.stat().st_size:
-            raise CheckpointError("stdin: is empty")
-        try:
-            yield path
-        except CheckpointError as problem:
-            raise CheckpointError(str(problem).replace(str(path), "stdin")) from problem
-
-
-def read_stdin() -> str:
-    """The text of stdin. Raises UsageError if it is closed, too long, or no text."""
-    if sys.stdin is None:
-        raise UsageError("stdin: is closed")
-    try:
-        content = sys.stdin.buffer.read(_MOST_TEXT + 1)
-        if len(content) > _MOST_TEXT:
-            raise UsageError(f"stdin: is longer than {_MOST_TEXT / 1e6:.0f} MB of text")
-        return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError("stdin: cannot be read as UTF-8 text") from problem
-
-
-_MOST_TEXT = 16_000_000  # bytes
+# Reading ----------------------------------------------------------------------------------------
 
 
 def read_text(name: str) -> tuple[str, str]:
@@ -312,7 +164,9 @@ def read_text(name: str) -> tuple[str, str]:
 
     try:
         if name == "-":
-            return read_stdin(), "stdin"
+            from atlas_cli.cli.stdin import read_stdin
+
+            return read_stdin(_MOST_TEXT), "stdin"
         return read_regular(Path(name), _MOST_TEXT).decode("utf-8"), name
     except FileNotFoundError as problem:
         raise UsageError(f"no such recipe: {name}") from problem
@@ -320,35 +174,180 @@ def read_text(name: str) -> tuple[str, str]:
         raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem
 
 
-# Interrupts ----------------------------------------------------------------------------------
+# Progress ---------------------------------------------------------------------------------------
+
+
+class Display:
+    """The phase that a command is in, and how far it has come.
+
+    On a terminal that is a bar, which goes when the command ends. Otherwise a thread writes a line
+    whenever nothing was written for a while, so that a log shows that work goes on.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._shown = not quiet and sys.stderr is not None
+        self._bar: Bar | None = None
+        self._label, self._text = "", ""
+        self._done, self._total = 0, None  # type: tuple[int, int | None]
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Display:
+        if self._shown and sys.stderr.isatty():
+            from atlas_cli.cli.terminal import Bar
+
+            self._bar = Bar()
+        elif self._shown:
+            self._thread = threading.Thread(target=self._write_lines, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._over.set()
+        if self._bar:
+            self._bar.stop()
+        if self._thread:
+            self._thread.join()
+
+    def phase(self, label: str, total: int | None = None) -> None:
+        """Begin a phase, of so many pieces if that is known."""
+        self._label, self._text, self._done, self._total = label, "", 0, total
+        if self._bar:
+            self._bar.phase(label, total)
+
+    def advance(self, count: int = 1, text: str = "", label: str = "") -> None:
+        """Move on by some pieces; `text` is about the last one."""
+        self._done += count
+        self._text, self._label = text or self._text, label or self._label
+        if self._bar:
+            self._bar.advance(count, text, self._label)
+
+    def _write_lines(self) -> None:
+        while not self._over.wait(min(PAUSE, 1.0)):
+            if self._label and time.monotonic() - max(self._began, _said[0]) >= PAUSE:
+                note(self._line())
+
+    def _line(self) -> str:
+        """The state in words: epoch 3/10, 27/100, loss 0.512 (70 s)."""
+        count = f"{self._done}/{self._total}" if self._total else ""
+        words = ", ".join(filter(None, (self._label, count, self._text)))
+        return f"{words} ({time.monotonic() - self._began:.0f} s)"
 
 
 @contextmanager
-def stoppable() -> Iterator[list[int]]:
-    """Collect the first interrupt in the list that is given; a second one ends the process."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
+def progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show one phase of so many pieces; the function given moves it on."""
+    with Display(quiet=quiet) as display:
+        display.phase(label, total)
+        yield display.advance
 
 
-@contextmanager
-def interrupted_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt at once and only once, until `ignore_interrupts` ends that, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+# Runs -------------------------------------------------------------------------------------------
 
 
-def ignore_interrupts() -> None:
-    """Ignore interrupts from now on. One that is pending is raised here."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@dataclasses.dataclass(frozen=True)
+class OutputOptions:
+    """How a result is shown, and how much is said on the way."""
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+class ConsoleListener(ExitStack):
+    """Shows what happens in a run on stderr, and asks it to stop when the user interrupts it."""
+
+    def __init__(self, output: OutputOptions) -> None:
+        super().__init__()
+        self._output = output
+        self._display = self.enter_context(Display(quiet=output.quiet))
+        self._training = ExitStack()
+        self._interrupted: list[int] = []
+        self._epochs = 0
+        self._last_step = 0.0
+
+    def stop(self) -> bool:
+        """Whether the user interrupted the training."""
+        return bool(self._interrupted)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Keep the first interrupt in mind. A second one is handled as outside of training."""
+        self._interrupted.append(number)
+        self._training.close()
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        from atlas_cli.learning import events  # help needs none of them
+
+        match event:
+            case events.Warned(text):
+                self.note(f"warning: {text}")
+            case events.Noted(text):
+                self.note(text)
+            case events.Planned(lines, details):
+                self.note(*lines)
+                self.explain(*details)
+            case events.PhaseStarted(name):
+                self._display.phase(name)
+            case events.TrainingStarted(steps, epochs):
+                self._interrupted = []
+                before = signal.signal(signal.SIGINT, self._interrupt)
+                self._training.callback(signal.signal, signal.SIGINT, before)
+                self._epochs, self._last_step = epochs, 0.0
+                if steps is not None:
+                    self._display.phase("decoding images", steps)
+            case events.StepTaken(step, batch_size, measure):
+                word = "training top-1" if measure == "top1" else measure
+                now, last = time.monotonic(), self._last_step
+                self._last_step = now
+                speed = f", {batch_size / (now - last):.0f} images/s" if last else ""
+                text = f"loss {step.loss:.3f}, {word} {100 * step.accuracy:.1f}{speed}"
+                of_all = f"/{self._epochs}" if self._epochs else ""
+                self._display.advance(1, text, f"epoch {step.epoch}{of_all}")
+            case events.TrainingEnded():
+                self._training.close()
+            case events.EpochScored(task, epoch, accuracy, images):
+                when = f"epoch {epoch}" if epoch else "zero-shot"
+                self.note(f"{task}: {when}: top-1 {accuracy:.2f} on images {images}")
+            case events.TaskFinished(result):
+                if not self._output.as_json:
+                    emit(result)
+
+    def note(self, *lines: str) -> None:
+        """Say something, unless it is to be quiet."""
+        if not self._output.quiet:
+            for line in lines:
+                note(line)
+
+    def explain(self, *lines: str) -> None:
+        """Say what was decided and why, if that is asked for."""
+        if self._output.verbose:
+            self.note(*lines)
+
+
+def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> None:
+    """Run a verb, show its result, and leave with the exit code that it deserves."""
+    with ConsoleListener(output) as listener:
+        result = verb(on_event=listener, stop=listener.stop)
+    summary = result.folder is not None and is_terminal() and not output.as_json
+    shown = set(map(str, result.tests)) if summary else set()  # the summary has these
+    listener.note(*(line for line in result.notes if line not in shown))
+    listener.explain(*result.details)
+    if result.rows and not output.quiet:
+        tell_table(result.rows)
+    if output.as_json:
+        emit({"atlas": __version__, **result.facts}, as_json=True)
+    elif summary:
+        from atlas_cli.cli import terminal
+
+        rows, text = terminal.summarise(result)
+        if rows:
+            emit_table(rows, "")
+        emit(text)
+    else:
+        write(result.text)
+    if result.stopped:
+        raise typer.Exit(130)
+    if result.failed:
+        raise AtlasError(result.failed)

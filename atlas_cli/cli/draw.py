@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atlas_cli.cli import console
+from atlas_cli.cli.console import progress
 from atlas_cli.cli.options import (
     AsJson,
     DataRoot,
@@ -17,7 +18,6 @@ from atlas_cli.cli.options import (
     Shots,
     Split,
 )
-from atlas_cli.cli.progress import progress
 
 if TYPE_CHECKING:
     from atlas_cli.datasets.dataset import Dataset

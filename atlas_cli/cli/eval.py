@@ -11,7 +11,7 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.console import read_text
+from atlas_cli.cli.console import progress, read_text
 from atlas_cli.cli.options import (
     Architecture,
     AsJson,
@@ -28,7 +28,6 @@ from atlas_cli.cli.options import (
     TextModel,
     Workers,
 )
-from atlas_cli.cli.progress import progress
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
+from atlas_cli.cli.console import progress
 from atlas_cli.cli.options import AllowGlobals, Architecture, AsJson, Force, Quiet
-from atlas_cli.cli.progress import progress
 from atlas_cli.cli.push import upload
 from atlas_cli.errors import UsageError
 
@@ -46,12 +46,14 @@ def run(request: ExtractRequest, push: str | None, *, as_json: bool, quiet: bool
     with progress("extracting", len(targets) * len(base.blocks), quiet=quiet) as advance:
         options = options_of(request, console.warner(quiet=quiet), advance)
         if request.path == "-":  # by way of a temporary file, since the header comes first
+            import shutil
             import tempfile
 
             with tempfile.TemporaryFile(prefix="atlas-") as file:
                 made = write_vector(file, targets[0].name, base, finetuned[0], options)
                 file.seek(0)
-                console.write_file(file)
+                with console.open_stdout() as stdout:
+                    shutil.copyfileobj(file, stdout.buffer, 1 << 15)  # half of what a pipe holds
             written = iter([made])
         else:
             written = extract(base, finetuned, targets, options)

@@ -11,12 +11,12 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
+from atlas_cli.cli.console import ConsoleListener, OutputOptions
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
 )
-from atlas_cli.cli.progress import ConsoleListener, OutputOptions
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atlas_cli.cli.console import OutputOptions, run_learning
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
 )
-from atlas_cli.cli.progress import OutputOptions, run_learning
 
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atlas_cli.cli import console
-from atlas_cli.cli.console import read_text, spooled_stdin
+from atlas_cli.cli.console import progress, read_text
 from atlas_cli.cli.options import Architecture, AsJson, PlotFile, Quiet
-from atlas_cli.cli.progress import progress
 from atlas_cli.errors import AtlasError, UsageError
 
 if TYPE_CHECKING:
@@ -140,6 +139,7 @@ def _gather(texts: Sequence[str], base: str | None, *, quiet: bool) -> list[Sour
 
 
 def _from_stdin(stack: ExitStack) -> Source:
+    from atlas_cli.cli.stdin import spooled_stdin
     from atlas_cli.sources.locate import Source
     from atlas_cli.sources.reference import Reference
 

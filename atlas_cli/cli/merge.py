@@ -13,9 +13,8 @@ import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.console import read_text
+from atlas_cli.cli.console import progress, read_text
 from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
-from atlas_cli.cli.progress import progress
 from atlas_cli.cli.push import EvaluationFile, read_evaluation_file, upload
 from atlas_cli.errors import UsageError
 

@@ -14,7 +14,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.progress import OutputOptions
+from atlas_cli.cli.console import OutputOptions
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:

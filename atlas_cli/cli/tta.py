@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli import console
+from atlas_cli.cli.console import OutputOptions, run_learning
 from atlas_cli.cli.options import (
     given_flags,
     given_recipe,
     learning_command,
 )
-from atlas_cli.cli.progress import OutputOptions, run_learning
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -190,13 +191,23 @@ class OnlineListener:
             case Warned(text):
                 self._warn(text)
             case TrainingStarted():
-                self._training.enter_context(console.interrupted_once())
+                self._training.enter_context(_interrupted_once())
             case Predicted(image, prediction, probability, error):
                 row: dict[str, object] = {"image": image, "error": error}
                 if error is None:
                     row = {"image": image, "prediction": prediction, "probability": probability}
                 console.write(json.dumps(row, ensure_ascii=False) + "\n")
             case Saving():
-                console.ignore_interrupts()
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # raises one that is pending
             case TrainingEnded():
                 self._training.close()
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt at once and only once."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,7 +10,7 @@ import pytest
 from conftest import write_images
 from learned_runs import write_world
 
-from atlas_cli.cli import progress
+from atlas_cli.cli import console
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def given(world: Path, *more: str | Path) -> list[str | Path]:
 
 
 def test_a_file_gets_a_line_whenever_nothing_was_said_for_a_while(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PAUSE", 0.05)
-    with progress.Display(quiet=False) as display:
+    monkeypatch.setattr(console, "PAUSE", 0.05)
+    with console.Display(quiet=False) as display:
         display.phase("epoch 1/3", 30)
         display.advance(7, "loss 0.500")
         end = time.monotonic() + 60
@@ -38,14 +38,14 @@ def test_a_file_gets_a_line_whenever_nothing_was_said_for_a_while(capsys, monkey
             time.sleep(0.02)
             said += capsys.readouterr().err
     assert said.count("atlas: epoch 1/3, 7/30, loss 0.500 (") >= 2
-    with progress.Display(quiet=True) as display:
+    with console.Display(quiet=True) as display:
         display.phase("epoch 1/3", 30)
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
 
 def test_the_pause_is_less_than_half_a_minute():
-    assert progress.PAUSE < 29
+    assert console.PAUSE < 29
 
 
 def test_quiet_says_nothing_and_verbose_says_why(call, world):

@@ -53,7 +53,7 @@ def test_a_wide_terminal_has_a_line_for_every_row_and_a_narrow_one_for_every_cel
 
 
 def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
-    from atlas_cli.cli.console import _shortened
+    from atlas_cli.cli.terminal import _shortened
 
     name = "models/experiments/2026/learned_on_house_numbers"
     rows = [{"model": name, "data": "digits", "top-1": "36.90"}]

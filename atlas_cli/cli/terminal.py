@@ -1,0 +1,196 @@
+"""What only a terminal is shown: tables that fit its width, a bar, and the summary of a run.
+
+Nothing here writes a result: console.py does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from atlas_cli.learning.results import LearningResult
+
+_FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
+_NARROW = 70  # columns below which a bar leaves out numbers
+
+
+def _no_color() -> bool | None:
+    """Whether colours are unwanted; None leaves that to the terminal."""
+    return bool(os.environ.get("NO_COLOR")) or None
+
+
+# Tables ---------------------------------------------------------------------------------------
+
+
+def draw_table(rows: Sequence[Mapping[str, str]], caption: str) -> str:
+    """Rows as a table for stdout. A column in which every cell is empty is left out."""
+    from rich.console import Console
+
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
+    if least <= console.width:
+        shortened = _shortened(columns, rows, console.width)
+        console.print(_side_by_side(columns, shortened, caption))
+    else:
+        console.print(_below_each_other(columns, rows, caption))
+    drawn: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return drawn
+
+
+def _width() -> int | None:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def _shortened(
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
+) -> list[dict[str, str]]:
+    """The rows with long names cut in the middle, since related names often begin alike."""
+    widest = {name: max(len(text) for text in (name, *(r[name] for r in rows))) for name in columns}
+    texts = sorted((n for n in columns if not _is_numeric(n, rows)), key=lambda name: widest[name])
+    room = width - _BETWEEN * (len(columns) + 1)
+    room -= sum(widest[name] for name in columns if name not in texts)
+    limits = {}
+    for number, name in enumerate(texts):
+        limits[name] = min(widest[name], max(_FOLDED, room // (len(texts) - number)))
+        room -= limits[name]
+    return [{name: _cut(row[name], limits.get(name)) for name in columns} for row in rows]
+
+
+def _cut(text: str, limit: int | None) -> str:
+    """A name of so many letters at most, without its middle; what has spaces is wrapped instead."""
+    if limit is None or len(text) <= limit or " " in text:
+        return text
+    end = (limit - 1) // 2
+    return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
+
+
+def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
+    """The least width of a column: numbers are never cut, text is folded."""
+    widest = max(len(text) for text in (name, *(row[name] for row in rows)))
+    return widest if _is_numeric(name, rows) else min(widest, _FOLDED)
+
+
+def _is_numeric(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
+    return all(row[name][:1] in "+-0123456789" for row in rows)
+
+
+def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str) -> Table:
+    """A line for every row."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE_HEAD
+    table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
+    for name in columns:
+        is_number = _is_numeric(name, rows)
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in columns))
+    return table
+
+
+def _below_each_other(
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str
+) -> Table:
+    """A line for every cell, where rows would be too wide."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = box.SIMPLE
+    table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
+    table.add_column("", overflow="fold", style="bold")
+    table.add_column("", overflow="fold")
+    for row in rows:
+        for name in columns:
+            table.add_row(name, Text(row[name]))
+        table.add_section()
+    return table
+
+
+# Progress -------------------------------------------------------------------------------------
+
+
+class Bar:
+    """A bar on stderr for the phase that a command is in. It goes when it is stopped."""
+
+    def __init__(self) -> None:
+        self._progress = _open_bar()
+        self._task: Any = None
+        self._label = ""
+        self._progress.start()
+
+    def phase(self, label: str, total: int | None) -> None:
+        """Begin a phase, of so many pieces if that is known."""
+        if self._task is not None:
+            self._progress.refresh()  # how far the phase before came, however short it was
+            self._progress.remove_task(self._task)
+        self._label = label
+        self._task = self._progress.add_task(label, total=total, text="")
+        self._progress.refresh()
+
+    def advance(self, count: int, text: str, label: str) -> None:
+        """Move on by some pieces; `text` is about the last one."""
+        if self._task is None:
+            return
+        changed, self._label = label != self._label, label
+        self._progress.update(self._task, advance=count, text=text, description=label)
+        if changed:
+            self._progress.refresh()
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+
+def _open_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    wide = Console(stderr=True, no_color=_no_color())
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(None)]
+    if wide.width >= _NARROW:
+        columns += [MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()]
+    return Progress(*columns, console=wide, transient=True, expand=True)
+
+
+# Runs -----------------------------------------------------------------------------------------
+
+
+def summarise(result: LearningResult) -> tuple[list[dict[str, str]], str]:
+    """What a person wants to see of a run: a table of how it does; where it is and what is next."""
+    rows = [
+        {
+            "top-1 in percent": one.task,
+            "on": f"{one.on} test images",
+            "zero-shot": f"{one.zero_shot:.2f}",
+            "learned": f"{one.learned:.2f}",
+        }
+        for one in result.tests
+    ]
+    merge = f"  atlas merge {result.folder} -o {result.folder}-model"
+    lines = [
+        f"The run is in {result.folder}. Next:",
+        *([merge] if result.improved else []),
+        f"  atlas report {result.folder} -o {result.folder}.html",
+    ]
+    return rows, "\n".join(lines)
