@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from atlas_cli.cli.console import OutputOptions, run_learning
-from atlas_cli.cli.options import (
-    given_flags,
-    given_recipe,
-    learning_command,
-)
-
-if TYPE_CHECKING:
-    from atlas_cli.learning.run import RunOptions
+from atlas_cli.cli.console import given_recipe, learning_options, run_learning
+from atlas_cli.cli.options import learning_command
 
 Tasks = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Images of every task, or a recipe.")
@@ -55,10 +48,7 @@ def add(
     individual: Individual = None,
     compare: Compare = None,
     disentanglement: Pairs = False,
-    *,
-    flags: dict[str, Any],
-    options: RunOptions,
-    output: OutputOptions,
+    **shared: Any,
 ) -> None:
     """Learn one set of coefficients for several tasks.
 
@@ -72,6 +62,7 @@ def add(
 
     own: dict[str, Any] = {"objective": objective, "init": init, "clamp": clamp}
     own |= {"ties": ties, "individual": individual}
-    recipe = given_recipe(AddRecipe, data, {**flags, **given_flags(own)})
+    flags, options, output = learning_options(shared, own)
+    recipe = given_recipe(AddRecipe, data, flags)
     verb = partial(run, recipe, options, compare=compare or (), disentanglement=disentanglement)
     run_learning(verb, output)

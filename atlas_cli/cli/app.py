@@ -1,9 +1,8 @@
-"""The list of commands, the process of a command, and how errors become exit codes.
+"""The process of a command, how errors become exit codes, the list of commands, and their words.
 
-Commands are imported when they are listed, not with this module: by then an interrupt is handled.
+Commands and typer are imported when commands are listed, not with this module: by then an interrupt
+is handled. Annotations are evaluated as usual here, since typer reads those of a local function.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
@@ -12,13 +11,14 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import typer
+    from typer.core import TyperGroup
 
 _EPILOG = (
     "Exit codes: 0 done, 1 the work failed, 2 bad usage, 3 unreachable, 130 interrupted, 143 ended."
@@ -29,6 +29,7 @@ _SOON, _AGAIN = 0.05, 2.0  # seconds
 _OBJECTS = 100_000  # before garbage is looked for: imports make many objects and little garbage
 _IMPORT = "<frozen importlib._bootstrap>"
 _interrupts: list[int] = []
+_HELP = ["-h", "--help"]
 
 
 def run() -> None:
@@ -144,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             group = typer.main.get_command(list_commands())
             console.write(completion.answer(group, os.environ))
             return 0
-        code = list_commands(given)(given or ["--help"], prog_name="atlas", standalone_mode=False)
+        program = typer.main.get_group(list_commands(given))
+        words = _spelt_out(program, given) or ["--help"]
+        code: int | None = program(words, prog_name="atlas", standalone_mode=False)
     except AtlasError as problem:
         for line in problem.args:
             console.note(f"error: {line}")
@@ -196,7 +199,7 @@ _COMMANDS = {  # name: the module in this package, and the function in it; in th
 }
 
 
-def list_commands(given: Sequence[str] | None = None) -> typer.Typer:
+def list_commands(given: Sequence[str] | None = None) -> "typer.Typer":
     """Every command under its name, in the order in which help lists them.
 
     With the words of a command line, only the command that is the first of them, since typer takes
@@ -205,28 +208,34 @@ def list_commands(given: Sequence[str] | None = None) -> typer.Typer:
     """
     import typer
 
-    from atlas_cli.cli.help import Command, Group
-    from atlas_cli.cli.mergekit_flags import MergeCommand
-    from atlas_cli.cli.options import atlas
+    from atlas_cli.cli.help import Command, CommandGroup
+    from atlas_cli.cli.options import InstallCompletion, ShowCompletion, Version
 
     app = typer.Typer(
         name="atlas",
-        cls=Group,
+        cls=CommandGroup,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+        context_settings={"help_option_names": _HELP, "max_content_width": 120},
         epilog=_EPILOG,
     )
-    app.callback()(atlas)
-    first = next((word for word in given or () if not word.startswith("-")), None)
+
+    @app.callback()
+    def atlas(
+        version: Version = False,
+        show_completion: ShowCompletion = None,
+        install_completion: InstallCompletion = None,
+    ) -> None:
+        """Learn, merge and evaluate task vectors of CLIP models."""
+
+    number = _find_command(given or ())
+    first = None if given is None or number is None else given[number]
     named = [name for name in _COMMANDS if given is None or name == first]
     for name in named or _COMMANDS:
         module, attribute = _COMMANDS[name]
         function = getattr(import_module(f"atlas_cli.cli.{module}"), attribute)
-        kind = MergeCommand if name == "merge" else Command
-        command = function if named else _without_options(function)
-        app.command(name, cls=kind)(command)
+        app.command(name, cls=Command)(function if named else _without_options(function))
     return app
 
 
@@ -240,7 +249,7 @@ def _without_options(command: Callable[..., None]) -> Callable[[], None]:
     return listed
 
 
-def _in_one_line(problem: typer.TyperException) -> str:
+def _in_one_line(problem: "typer.TyperException") -> str:
     """What typer says of a bad command line, with the nearest right word."""
     from atlas_cli.errors import nearest
 
@@ -251,3 +260,105 @@ def _in_one_line(problem: typer.TyperException) -> str:
         close = nearest(option.strip("-"), [name.strip("-") for name in names])
         return f"no such option: {option}" + close.replace(" '", " '--")
     return " ".join(problem.format_message().split())
+
+
+# Words of the command line --------------------------------------------------------------------
+
+
+def _spelt_out(program: "TyperGroup", given: Sequence[str]) -> list[str]:
+    """The words as typer understands them: mergekit's flags as ours, `--data A B` as options."""
+    _check_only_given(program.params, given)
+    number = _find_command(given)
+    command = None if number is None else program.commands.get(given[number])
+    if number is None or command is None:
+        return list(given)
+    words = list(given[number + 1 :])
+    if command.name == "merge":
+        words = _without_mergekit_flags(words)
+    _check_only_given(command.params, words)
+    return [*given[: number + 1], *_one_value_each(command.params, words)]
+
+
+def _find_command(given: Sequence[str]) -> int | None:
+    """Where the name of a command must be: the first word that is no option."""
+    return next((n for n, word in enumerate(given) if not word.startswith("-")), None)
+
+
+def _check_only_given(options: Sequence[Any], words: Sequence[str]) -> None:
+    """Leave callbacks to options that are given. Typer calls them for defaults, too."""
+    named = {word.partition("=")[0] for word in words}
+    for option in options:
+        if not named & {*option.opts, *option.secondary_opts}:
+            option.callback = None
+
+
+def _without_mergekit_flags(words: list[str]) -> list[str]:
+    from atlas_cli.cli import console, mergekit_flags
+
+    if not any(word.partition("=")[0] in mergekit_flags.FLAGS for word in words):
+        return words
+    translated, ignored = mergekit_flags.translated(words)
+    if ignored:
+        console.warn(f"has no meaning here, and is ignored: {', '.join(ignored)}")
+    return translated
+
+
+def _one_value_each(params: Sequence[Any], words: Sequence[str]) -> list[str]:
+    """`--data A B` as `--data A --data B`, for every option that can be repeated.
+
+    Where that leaves a required argument without a value, the last value is the argument's.
+    """
+    from typer.core import TyperArgument
+
+    from atlas_cli.cli import console
+
+    repeatable = {n for p in params if getattr(p, "multiple", False) for n in p.opts}
+    spelt = _spread(words, repeatable)
+    argument = next((p for p in params if isinstance(p, TyperArgument)), None)
+    if argument and not {*_HELP, "--online"} & set(words):
+        taking = {n for p in params for n in p.opts if not getattr(p, "is_flag", False)}
+        if found := _handed_back(spelt, repeatable, taking):
+            spelt, value = found
+            name = (argument.metavar or "").rstrip(".")
+            console.note(f"'{value}' is taken for {name}, which is missing")
+    return spelt
+
+
+def _spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
+    """Repeat an option before each of its values; another option, or --, ends them."""
+    spelt: list[str] = []
+    current, taken = "", 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            current, taken = (argument if argument in repeatable else ""), 0
+            spelt.append(argument)
+        else:
+            spelt += [current, argument] if current and taken else [argument]
+            taken += 1
+    return spelt
+
+
+def _handed_back(
+    spelt: Sequence[str], repeatable: set[str], taking: set[str]
+) -> tuple[list[str], str] | None:
+    """The arguments with the last value of a repeatable option as one of no option, and the value.
+
+    None if there is such an argument already, or no option has two values. A value that is a
+    file of weights is not taken for data. `taking` are the options that take a value.
+    """
+    last = None
+    number = 0
+    while number < len(spelt):
+        one = spelt[number]
+        if not one.startswith("-") or one in ("-", "--"):
+            return None
+        if one in taking:
+            before = spelt[number - 2] if number > 1 else ""
+            if one in repeatable and before == one:
+                last = number
+            number += 1
+        number += 1
+    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
+        return None
+    value = spelt[last + 1]
+    return [*spelt[:last], *spelt[last + 2 :], value], value

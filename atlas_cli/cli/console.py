@@ -9,11 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from atlas_cli.cli.terminal import Bar
     from atlas_cli.learning.events import Event
     from atlas_cli.learning.results import LearningResult
-
+    from atlas_cli.learning.run import RunOptions
+    from atlas_cli.recipes.model import AnyRecipe
 
 CLOSED = "stdout was closed before everything was written"
 _LAYOUT = "\n\t"
@@ -33,6 +34,11 @@ _said = [0.0]  # when stderr was last written
 _PIECE = 1 << 15  # half of what a pipe holds
 PAUSE = 25.0  # seconds without a line after which a file gets one
 _MOST_TEXT = 16_000_000  # bytes
+_EXAMPLES = {
+    "model": "--model builtin:tiny",
+    "vectors": "--vectors v/",
+    "control": "--control builtin:everything",
+}
 
 
 def emit(result: object, *, as_json: bool = False) -> None:
@@ -172,6 +178,46 @@ def read_text(name: str) -> tuple[str, str]:
         raise UsageError(f"no such recipe: {name}") from problem
     except (OSError, ValueError) as problem:
         raise UsageError(f"{name}: cannot be read as UTF-8 text") from problem
+
+
+def learning_options(
+    shared: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[dict[str, Any], RunOptions, OutputOptions]:
+    """The keys of a recipe that were given, how to run, and how to show the run.
+
+    `own` are keys beside the `shared` ones. A switch that is off or an empty list was not given.
+    """
+    from atlas_cli.learning.run import RunOptions  # only once a command is run
+
+    given = {**shared, **own}
+    output = OutputOptions(*(given.pop(name) for name in ("as_json", "quiet", "verbose")))
+    names = [field.name for field in dataclasses.fields(RunOptions) if field.name in given]
+    options = RunOptions(**{name: given.pop(name) for name in names})
+    flags = {k: v for k, v in given.items() if v is not None and v is not False and v != []}
+    return flags, options, output
+
+
+def given_recipe(
+    schema: type[AnyRecipe],
+    data: str | Sequence[str],
+    flags: Mapping[str, Any],
+    needed: Collection[str] = (),
+) -> AnyRecipe:
+    """The recipe of a command: a file with the flags laid over it, or the flags alone.
+
+    `data` is a text if the recipe's data is one, else a list. `needed` are keys that must be given
+    here though a recipe may do without them.
+    """
+    from atlas_cli.recipes.model import check_recipe, read_recipe
+
+    first, *others = [data] if isinstance(data, str) else data
+    if not others and (first == "-" or first.endswith((".yaml", ".yml"))):
+        return read_recipe(schema, *read_text(first), flags)
+    for key, field in schema.model_fields.items():
+        required = key in needed or (field.is_required() and key != "data")
+        if required and not flags.get(key):
+            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
+    return check_recipe(schema, {"data": data, **flags}, "--")
 
 
 # Progress ---------------------------------------------------------------------------------------

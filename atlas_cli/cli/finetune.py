@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from atlas_cli import __version__
 from atlas_cli.cli import console
-from atlas_cli.cli.console import ConsoleListener, OutputOptions
-from atlas_cli.cli.options import (
-    given_flags,
-    given_recipe,
-    learning_command,
-)
-
-if TYPE_CHECKING:
-    from atlas_cli.learning.run import RunOptions
+from atlas_cli.cli.console import ConsoleListener, given_recipe, learning_options
+from atlas_cli.cli.options import learning_command
 
 Data = Annotated[
     list[str], typer.Argument(metavar="DATA...", help="Labelled images, or a recipe (.yaml, -).")
@@ -71,10 +64,7 @@ def finetune(
     steps: Steps = None,
     warmup: Warmup = None,
     checkpoint_activations: CheckpointActivations = False,
-    *,
-    flags: dict[str, Any],
-    options: RunOptions,
-    output: OutputOptions,
+    **shared: Any,
 ) -> None:
     """Train the image tower on each task with its zero-shot head frozen, and write its task vector.
 
@@ -97,7 +87,8 @@ def finetune(
         "warmup": warmup,
         "checkpoint_activations": checkpoint_activations,
     }
-    recipe = given_recipe(FinetuneRecipe, data, {**flags, **given_flags(own)})
+    flags, options, output = learning_options(shared, own)
+    recipe = given_recipe(FinetuneRecipe, data, flags)
     from atlas_cli.learning.finetune import VectorOutput
     from atlas_cli.learning.finetune import finetune as run
 

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from atlas_cli.cli.console import OutputOptions, run_learning
-from atlas_cli.cli.options import (
-    given_flags,
-    given_recipe,
-    learning_command,
-)
-
-if TYPE_CHECKING:
-    from atlas_cli.learning.run import RunOptions
+from atlas_cli.cli.console import given_recipe, learning_options, run_learning
+from atlas_cli.cli.options import learning_command
 
 Data = Annotated[
     str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
@@ -55,10 +48,7 @@ def fit(
     preset: Preset = None,
     adapter: Adapter = None,
     adapter_stage: AdapterStage = None,
-    *,
-    flags: dict[str, Any],
-    options: RunOptions,
-    output: OutputOptions,
+    **shared: Any,
 ) -> None:
     """Learn a coefficient for every block of every task vector from a few labelled images.
 
@@ -80,5 +70,6 @@ def fit(
         "adapter_stage": adapter_stage,
     }
     needed = () if adapter else ("vectors",)
-    recipe = given_recipe(FitRecipe, data, {**flags, **given_flags(own)}, needed)
+    flags, options, output = learning_options(shared, own)
+    recipe = given_recipe(FitRecipe, data, flags, needed)
     run_learning(partial(run, recipe, options), output)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperArgument, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from atlas_cli.cli.descriptions import describe, key_of
-from atlas_cli.cli.options import SpreadingCommand
 
 PANELS: dict[str, tuple[str, ...]] = {
     "Data": (
@@ -68,7 +67,7 @@ _ADVANCED = "Advanced"
 _WIDEST = 26  # characters of an option's names and value before its text begins on a new line
 
 
-class Command(SpreadingCommand):
+class Command(TyperCommand):
     """A command whose help shows its options in panels."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -101,7 +100,7 @@ class Command(SpreadingCommand):
                 formatter.write_text(", ".join(MERGE_METHODS))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The list of commands, with all of what each is for."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from atlas_cli.cli import console
-from atlas_cli.cli.help import Command
 from atlas_cli.errors import UsageError
 
 # What a flag of mergekit is here. Flags of one word take no value.
@@ -30,6 +27,12 @@ _IGNORED = {
 _IGNORED_WITH_VALUE = {
     *("--transformers-cache", "--lora-merge-cache", "--lora-merge-dtype", "--write-threads"),
 }
+_REFUSED = "--unsafe-truncate-embeddings"
+_WITHOUT_VALUE = _ALWAYS | _IGNORED
+FLAGS = {  # all that `translated` knows
+    *(*_SAME, *_WITHOUT_VALUE, *_IGNORED_WITH_VALUE, _REFUSED),
+    *(f"--no-{flag[2:]}" for flag in _WITHOUT_VALUE if flag.startswith("--")),
+}
 _UNITS = {"K": "kB", "M": "MB", "B": "GB"}  # mergekit's B is a billion
 
 
@@ -42,7 +45,7 @@ def translated(given: Sequence[str]) -> tuple[list[str], list[str]]:
         word = waiting.pop(0)
         flag, equals, value = word.partition("=")
         plain = flag.replace("--no-", "--", 1)
-        if flag == "--unsafe-truncate-embeddings":
+        if flag == _REFUSED:
             raise UsageError(
                 f"{flag}: cuts rows by their number; give tokenizer_source in the recipe"
             )
@@ -64,13 +67,3 @@ def translated(given: Sequence[str]) -> tuple[list[str], list[str]]:
 def _size(text: str) -> str:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", text.upper())
     return found[1] + _UNITS[found[2]] if found else text
-
-
-class MergeCommand(Command):
-    """`merge`, which takes mergekit's flags too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        arguments, ignored = translated(args)
-        if ignored:
-            console.warn(f"has no meaning here, and is ignored: {', '.join(ignored)}")
-        return super().parse_args(ctx, arguments)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from atlas_cli.cli.console import OutputOptions, run_learning
-from atlas_cli.cli.options import (
-    given_flags,
-    given_recipe,
-    learning_command,
-)
-
-if TYPE_CHECKING:
-    from atlas_cli.learning.run import RunOptions
+from atlas_cli.cli.console import given_recipe, learning_options, run_learning
+from atlas_cli.cli.options import learning_command
 
 Targets = Annotated[
     list[str],
@@ -45,10 +38,7 @@ def negate(
     keep: Keep = None,
     forget: Forget = None,
     compare: Compare = None,
-    *,
-    flags: dict[str, Any],
-    options: RunOptions,
-    output: OutputOptions,
+    **shared: Any,
 ) -> None:
     """Learn coefficients that forget the targets while a control task keeps its accuracy.
 
@@ -61,5 +51,6 @@ def negate(
     from atlas_cli.recipes.learning import NegateRecipe
 
     own = {"control": control, "keep": keep, "forget": forget}
-    recipe = given_recipe(NegateRecipe, data, {**flags, **given_flags(own)})
+    flags, options, output = learning_options(shared, own)
+    recipe = given_recipe(NegateRecipe, data, flags)
     run_learning(partial(run, recipe, options, compare=compare or ()), output)

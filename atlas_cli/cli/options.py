@@ -1,84 +1,24 @@
-"""Options of atlas itself and those that commands share, and how a command reads its arguments."""
+"""Options of atlas itself and those that commands share: names, help and checks.
+
+A check is a callback. app.py drops those of options that are not given: a default needs no check.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand
 
 from atlas_cli import __version__
-from atlas_cli.cli import console
-from atlas_cli.cli.console import OutputOptions
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from atlas_cli.recipes.model import AnyRecipe
-
-
-class SpreadingCommand(TyperCommand):
-    """A command whose repeatable options take any number of values: `--data A B C`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse after writing `--data A B` as `--data A --data B`.
-
-        Where that leaves a required argument without a value, the last value is the argument's.
-        """
-        repeatable = {n for p in self.params if getattr(p, "multiple", False) for n in p.opts}
-        spelt = spread(args, repeatable)
-        argument = next((p for p in self.params if isinstance(p, TyperArgument)), None)
-        if argument and not {*ctx.help_option_names, "--online"} & set(args):
-            taking = {n for p in self.params for n in p.opts if not getattr(p, "is_flag", False)}
-            if found := handed_back(spelt, repeatable, taking):
-                spelt, value = found
-                name = (argument.metavar or "").rstrip(".")
-                console.note(f"'{value}' is taken for {name}, which is missing")
-        return list(super().parse_args(ctx, spelt))
-
-
-def spread(arguments: Iterable[str], repeatable: set[str]) -> list[str]:
-    """Repeat an option before each of its values; another option, or --, ends them."""
-    spelt: list[str] = []
-    current, taken = "", 0
-    for argument in arguments:
-        if argument.startswith("-") and argument != "-":
-            current, taken = (argument if argument in repeatable else ""), 0
-            spelt.append(argument)
-        else:
-            spelt += [current, argument] if current and taken else [argument]
-            taken += 1
-    return spelt
-
-
-def handed_back(
-    spelt: Sequence[str], repeatable: set[str], taking: set[str]
-) -> tuple[list[str], str] | None:
-    """The arguments with the last value of a repeatable option as one of no option, and the value.
-
-    None if there is such an argument already, or no option has two values. A value that is a
-    file of weights is not taken for data. `taking` are the options that take a value.
-    """
-    last = None
-    number = 0
-    while number < len(spelt):
-        one = spelt[number]
-        if not one.startswith("-") or one in ("-", "--"):
-            return None
-        if one in taking:
-            before = spelt[number - 2] if number > 1 else ""
-            if one in repeatable and before == one:
-                last = number
-            number += 1
-        number += 1
-    if last is None or last + 1 >= len(spelt) or spelt[last + 1].endswith(".safetensors"):
-        return None
-    value = spelt[last + 1]
-    return [*spelt[:last], *spelt[last + 2 :], value], value
+    pass
 
 
 # Options of atlas itself ----------------------------------------------------------------------
@@ -86,13 +26,15 @@ def handed_back(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from atlas_cli.cli import console
+
         console.emit(f"atlas {__version__}")
         raise typer.Exit
 
 
 def _show_script(shell: str | None) -> None:
     if shell:
-        from atlas_cli.cli import completion
+        from atlas_cli.cli import completion, console
 
         console.emit(completion.script_of(shell).rstrip())
         raise typer.Exit
@@ -100,7 +42,7 @@ def _show_script(shell: str | None) -> None:
 
 def _install_script(shell: str | None) -> None:
     if shell:
-        from atlas_cli.cli import completion
+        from atlas_cli.cli import completion, console
 
         path, told = completion.install(shell)
         console.note(told)
@@ -108,32 +50,27 @@ def _install_script(shell: str | None) -> None:
         raise typer.Exit
 
 
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+]
 _SHELL: dict[str, Any] = {"metavar": "SHELL", "is_eager": True}
-
-
-def atlas(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
-    ] = False,
-    show_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Print the script that completes with Tab, for bash, zsh or fish.",
-            callback=_show_script,
-            **_SHELL,
-        ),
-    ] = None,
-    install_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Write that script where bash, zsh or fish finds it.",
-            callback=_install_script,
-            **_SHELL,
-        ),
-    ] = None,
-) -> None:
-    """Learn, merge and evaluate task vectors of CLIP models."""
+ShowCompletion = Annotated[
+    str | None,
+    typer.Option(
+        help="Print the script that completes with Tab, for bash, zsh or fish.",
+        callback=_show_script,
+        **_SHELL,
+    ),
+]
+InstallCompletion = Annotated[
+    str | None,
+    typer.Option(
+        help="Write that script where bash, zsh or fish finds it.",
+        callback=_install_script,
+        **_SHELL,
+    ),
+]
 
 
 # Options that commands share ------------------------------------------------------------------
@@ -309,82 +246,26 @@ _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_
 _SWITCHES |= {"verbose"}
 
 
-def _signature(function: Callable[..., None]) -> inspect.Signature:
-    """The signature with its annotations. Options of a run are no flags, and slow to import."""
-    return inspect.signature(function, eval_str=True, locals={"RunOptions": Any})
-
-
 def learning_command(
     function: Callable[..., None], without: Collection[str] = ()
 ) -> Callable[..., None]:
     """The command with the options of learning, `without` some, beside its own.
 
-    `function` is called with its own options, and with `flags`, the keys of a recipe that were
-    given, `options` of the run, and `output`.
+    It is called with them as keywords, which `console.learning_options` tells apart.
     """
-    own = {
-        name: parameter
-        for name, parameter in _signature(function).parameters.items()
-        if name not in ("flags", "options", "output")
-    }
-    offered = [name for name in _FLAGS if name not in without]
+    own = [
+        one
+        for one in inspect.signature(function, eval_str=True).parameters.values()
+        if one.kind != inspect.Parameter.VAR_KEYWORD
+    ]
     kinds = {**_FLAGS, **_RUN_OPTIONS, **_ACCESS}
-    shared = {n: _parameter(n, kind) for n, kind in kinds.items() if n not in without}
-
-    def command(**given: Any) -> None:
-        given = {name: value for name, value in given.items() if name not in _ACCESS}
-        output = OutputOptions(*(given.pop(name) for name in ("as_json", "quiet", "verbose")))
-        from atlas_cli.learning.run import RunOptions  # only once a command is run
-
-        options = RunOptions(**{name: given.pop(name) for name in _RUN_OPTIONS if name in given})
-        flags = given_flags({name: given.pop(name) for name in offered})
-        function(**given, flags=flags, options=options, output=output)
-
-    parameters = {**own, **shared}
-    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    command.__annotations__ = {name: p.annotation for name, p in parameters.items()}
-    command.__doc__ = function.__doc__
-    command.__name__ = function.__name__
-    return command
+    shared = [_parameter(name, kind) for name, kind in kinds.items() if name not in without]
+    parameters = [*own, *shared]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    return function
 
 
 def _parameter(name: str, kind: Any) -> inspect.Parameter:
     default = False if name in _SWITCHES else _DEFAULTS.get(name)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were given: a switch that is off and an empty list were not."""
-    return {k: v for k, v in flags.items() if v is not None and v is not False and v != []}
-
-
-# Reading a recipe -----------------------------------------------------------------------------
-
-_EXAMPLES = {
-    "model": "--model builtin:tiny",
-    "vectors": "--vectors v/",
-    "control": "--control builtin:everything",
-}
-
-
-def given_recipe(
-    schema: type[AnyRecipe],
-    data: str | Sequence[str],
-    flags: Mapping[str, Any],
-    needed: Collection[str] = (),
-) -> AnyRecipe:
-    """The recipe of a command: a file with the flags laid over it, or the flags alone.
-
-    `data` is a text if the recipe's data is one, else a list. `needed` are keys that must be given
-    here though a recipe may do without them.
-    """
-    from atlas_cli.recipes.model import check_recipe, read_recipe
-
-    first, *others = [data] if isinstance(data, str) else data
-    if not others and (first == "-" or first.endswith((".yaml", ".yml"))):
-        return read_recipe(schema, *console.read_text(first), flags)
-    for key, field in schema.model_fields.items():
-        required = key in needed or (field.is_required() and key != "data")
-        if required and not flags.get(key):
-            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
-    return check_recipe(schema, {"data": data, **flags}, "--")

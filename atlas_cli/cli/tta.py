@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atlas_cli.cli import console
-from atlas_cli.cli.console import OutputOptions, run_learning
-from atlas_cli.cli.options import (
-    given_flags,
-    given_recipe,
-    learning_command,
-)
+from atlas_cli.cli.console import OutputOptions, given_recipe, learning_options, run_learning
+from atlas_cli.cli.options import learning_command
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,10 +77,7 @@ def tta(
     prior: Prior = None,
     predictions: Predictions = None,
     online: Online = False,
-    *,
-    flags: dict[str, Any],
-    options: RunOptions,
-    output: OutputOptions,
+    **shared: Any,
 ) -> None:
     """Adapt coefficients to images without labels, in a folder or as they come.
 
@@ -105,7 +98,7 @@ def tta(
         "threshold": threshold,
         "prior": prior,
     }
-    keys = {**flags, **given_flags(own)}
+    keys, options, output = learning_options(shared, own)
     if online:
         if predictions:
             raise UsageError("--online prints its predictions; --predictions is for a folder")

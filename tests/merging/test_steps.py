@@ -12,7 +12,7 @@ import yaml
 from language_models import write_tokenizer
 from merge_runs import ROOMY, linear, llama, read_model
 
-from atlas_cli.cli.mergekit_flags import translated
+from atlas_cli.cli.mergekit_flags import FLAGS, translated
 from atlas_cli.errors import UsageError
 from atlas_cli.recipes.merge import read_merge
 
@@ -120,6 +120,12 @@ def test_flags_of_mergekit_are_translated_or_named():
     assert ignored == ["--trust-remote-code", "--lora-merge-cache"]
     with pytest.raises(UsageError, match="tokenizer_source"):
         translated(["--unsafe-truncate-embeddings"])
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS - {"--unsafe-truncate-embeddings"}))
+def test_every_flag_that_is_looked_for_is_translated_or_left_out(flag: str):
+    for spelling in (flag, f"{flag}=1"):
+        assert spelling not in translated([spelling])[0]
 
 
 def test_a_merge_reads_as_one_of_mergekit(call, merge, tmp_path: Path):
