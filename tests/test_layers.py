@@ -135,6 +135,15 @@ def test_no_file_is_long():
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
 
 
+def test_no_two_classes_share_a_name():
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_no_imports_go_in_a_circle_not_even_those_inside_functions():
     names = {_dotted(path): path for path in MODULES}
     waiting = {
