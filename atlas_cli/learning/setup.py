@@ -269,7 +269,7 @@ def prepared(
     budget = parse_bytes(recipe.memory)
     norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
     pool = Pool((), (), (), "as stored", 0)
-    if inputs.files:
+    if inputs.files and not norms:
         pool = open_pool(inputs.files, read_tensors(inputs.model), list(base), budget=budget)
     if isinstance(recipe, FitRecipe) and not recipe.allow_target:
         refuse_target(pool.members, inputs.datasets[0])
