@@ -170,7 +170,7 @@ BatchSize = Annotated[
     int | None, typer.Option(min=1, help="Images at once; smaller by itself if memory ends.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=0, help="Processes that decode images; 0 for none.")
+    int | None, typer.Option(min=0, help="Images decoded at once; 0 for none in the background.")
 ]
 SkipBroken = Annotated[
     bool, typer.Option("--skip-broken", help="Leave out images that cannot be decoded.")
@@ -235,6 +235,8 @@ _RUN_OPTIONS: dict[str, Any] = {
     "force": Force,
     "threads": _option(int, "--threads", min=1, help="Cores to use; default all."),
     "device": Device,
+    "workers": Workers,
+    "skip_broken": SkipBroken,
     "keep_downloads": KeepDownloads,
     "as_json": AsJson,
     "quiet": Quiet,
@@ -243,7 +245,7 @@ _RUN_OPTIONS: dict[str, Any] = {
 _ACCESS: dict[str, Any] = {"data_root": DataRoot, "download": Download}  # their callbacks do it all
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
-_SWITCHES |= {"verbose"}
+_SWITCHES |= {"verbose", "skip_broken"}
 
 
 def learning_command(

@@ -67,12 +67,18 @@ class Pixels:
     """
 
     def __init__(
-        self, dataset: Dataset, view: View, budget: int, device: torch.device | None = None
+        self,
+        dataset: Dataset,
+        view: View,
+        budget: int,
+        device: torch.device | None = None,
+        workers: int | None = None,
     ) -> None:
         self.dataset = dataset
         self._device = device or torch.device("cpu")
         self.view = view
         self._room = budget
+        self._workers = _DECODERS if workers is None else workers
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -103,7 +109,7 @@ class Pixels:
         before, number = self.dataset, len(self.dataset.samples)
         self.dataset = replace(before, samples=(*before.samples, Sample(key, None)))
         try:
-            self.fixed([number])
+            self._keep(number, self._decode(number))
         except DataError:
             self.dataset = before
             raise
@@ -119,15 +125,29 @@ class Pixels:
     def _find(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         missing = sorted({index for index in indices if index not in self._kept})
         fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        with ThreadPoolExecutor(_DECODERS) as pool:
-            for index, pair in zip(missing, pool.map(self._decode, missing), strict=True):
-                size = sum(part.numel() for part in pair)
-                if size <= self._room:
-                    self._room -= size
-                    self._kept[index] = pair
-                else:
+        try:
+            for index, pair in zip(missing, self._decoded(missing), strict=True):
+                if not self._keep(index, pair):
                     fresh[index] = pair
+        except DataError as problem:
+            raise DataError(f"{problem} (--skip-broken leaves such images out)") from problem
         return (self._kept.get(index) or fresh[index] for index in indices)
+
+    def _decoded(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._workers == 0:
+            yield from map(self._decode, indices)
+            return
+        with ThreadPoolExecutor(self._workers) as pool:
+            yield from pool.map(self._decode, indices)
+
+    def _keep(self, index: int, pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Keep a decoded image if there is room for it, and say whether there was."""
+        size = sum(part.numel() for part in pair)
+        if size > self._room:
+            return False
+        self._room -= size
+        self._kept[index] = pair
+        return True
 
     def _decode(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = load(self.dataset, self.dataset.samples[index])

@@ -22,6 +22,7 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
     never,
+    warner,
 )
 from atlas_cli.learning.run import (
     RunInputs,
@@ -114,7 +115,7 @@ def finetune(
     if not (options.folder or vectors.vector or vectors.folder):
         raise UsageError("nothing would be kept; give -o DIR, --vector FILE or --vectors-dir DIR")
     check_model(recipe)
-    tasks = list(_tasks(recipe, vectors, options))
+    tasks = list(_tasks(recipe, vectors, options, on_event))
     _check_names(tasks)
     check_targets([task.target for task in tasks], force=options.force or options.resume)
     source, opening = find_model(recipe, options)
@@ -123,9 +124,7 @@ def finetune(
         for task in tasks:
             own = recipe.model_copy(update={"data": [task.dataset.name]})
             datasets = (task.dataset,)
-            inputs = RunInputs(
-                "finetune", own, source, (), datasets, task.judges, opening, options.cores
-            )
+            inputs = RunInputs("finetune", own, source, (), datasets, task.judges, opening, options)
             found, note = _finetune(task, inputs, options, on_event, stop)
             if found:
                 results.append(found)
@@ -139,7 +138,7 @@ def finetune(
 
 
 def _tasks(
-    recipe: FinetuneRecipe, vectors: VectorOutput, options: RunOptions
+    recipe: FinetuneRecipe, vectors: VectorOutput, options: RunOptions, on_event: Listener
 ) -> Iterator[FinetuneTask]:
     """The tasks with their images."""
     names = expand_references(recipe.data)
@@ -155,7 +154,13 @@ def _tasks(
         folder = options.folder / called if options.folder and len(names) > 1 else options.folder
         path = vectors.folder / f"{called}.safetensors" if vectors.folder else vectors.vector
         target = VectorTarget(path.stem if path else called, path)
-        yield FinetuneTask(called, dataset, _judges(recipe, dataset), folder, target)
+        judges = _judges(recipe, dataset)
+        if options.skip_broken:
+            from atlas_cli.datasets.broken import without_broken
+
+            (dataset,) = without_broken([dataset], options.workers, warner(on_event))
+            judges = without_broken(judges, options.workers, warner(on_event))
+        yield FinetuneTask(called, dataset, judges, folder, target)
 
 
 def _judges(recipe: FinetuneRecipe, dataset: Dataset) -> tuple[Dataset, ...]:
@@ -216,10 +221,10 @@ def _finetune(
 
     on_event(PhaseStarted("opening the model"))
     with (
-        prepared_trainer(inputs, lambda text: on_event(Warned(text))) as trainer,
+        prepared_trainer(inputs, warner(on_event)) as trainer,
         open_folder(task.folder, trainer.config, options) as folder,
     ):
-        device = f"device: {trainer.clip.device}; threads: {inputs.threads}"
+        device = f"device: {trainer.clip.device}; threads: {inputs.options.cores}"
         on_event(Planned((_plan(task, trainer),), (device,)))
         announced = 0
 
@@ -298,7 +303,7 @@ def _extract(task: FinetuneTask, trainer: WeightTrainer, tuned: Path, on_event: 
         source = dataclasses.replace(source, reference=reference)
     base = open_base(inputs.model, "visual", architecture=inputs.recipe.arch)
     assert target.path is not None
-    options = Options(warn=lambda text: on_event(Warned(text)))
+    options = Options(warn=warner(on_event))
     with target.folder():
         extract_to(target.path, target.name, base, source, options)
 

@@ -26,8 +26,8 @@ from atlas_cli.learning.events import (
     StepTaken,
     TrainingEnded,
     TrainingStarted,
-    Warned,
     ignore,
+    warner,
 )
 from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.recipes.model import UNIT, in_percent, parse_shots
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What concerns this run only and does not change its result."""
+    """What concerns this run only; of it, only `skip_broken` may change the result."""
 
     folder: Path | None = None
     resume: bool = False
@@ -66,6 +66,8 @@ class RunOptions:
     threads: int | None = None
     device: str = "auto"
     keep_downloads: bool = False
+    workers: int | None = None  # that decode images
+    skip_broken: bool = False
 
     def check(self) -> None:
         if self.resume and self.folder is None:
@@ -88,8 +90,7 @@ class RunInputs:
     datasets: tuple[Dataset, ...]
     judges: tuple[Dataset, ...]
     opening: Opening
-    threads: int
-    keep_downloads: bool = False
+    options: RunOptions
     files: tuple[GatheredVector, ...] | tuple[str, ...] = ()  # of the vectors, once gathered
 
 
@@ -162,12 +163,14 @@ def resolve(verb: LearningVerb, options: RunOptions, on_event: Listener = ignore
     check_model(recipe)
     check_vectors(recipe.vectors)
     datasets, judges = verb.open_data()
+    if options.skip_broken:
+        from atlas_cli.datasets.broken import without_broken
+
+        datasets = without_broken(datasets, options.workers, warner(on_event))
+        judges = without_broken(judges, options.workers, warner(on_event))
     vectors = tuple(name_vectors(recipe.vectors, lambda text: on_event(Noted(text))))
     source, opening = find_model(recipe, options)
-    return RunInputs(
-        *(verb.name, recipe, source, vectors, datasets, judges, opening, options.cores),
-        keep_downloads=options.keep_downloads,
-    )
+    return RunInputs(verb.name, recipe, source, vectors, datasets, judges, opening, options)
 
 
 def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:
@@ -237,10 +240,7 @@ def prepare(
     if options.folder:
         check_folder(options.folder, resume=options.resume, force=options.force)
     on_event(PhaseStarted("opening the model and the vectors"))
-
-    def warn(text: str) -> None:
-        on_event(Warned(text))
-
+    warn = warner(on_event)
     files = gathered(inputs, lambda text: on_event(Noted(text)), warn)
     with (
         verb.vectors_made(replace(inputs, files=files), options.folder) as given,
@@ -278,7 +278,7 @@ def learn(
                 tested: tuple[TestScore, ...] = ()
                 if folder and verb.labelled and not stopped:
                     on_event(PhaseStarted("scoring test images"))
-                    found = score_test_images(ready, selection)
+                    found = score_test_images(ready, selection, warner(on_event))
                     folder.write_images(ready.inputs.datasets, found)
                     tested = tuple(one.score for one in found)
                 return _finished(verb, ready, folder, selection, report, tested, stopped=stopped)

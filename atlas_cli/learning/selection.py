@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -275,16 +275,24 @@ class Tested:
     score: TestScore
 
 
-def score_test_images(ready: PreparedRun, selection: Selection) -> list[Tested]:
+def score_test_images(
+    ready: PreparedRun, selection: Selection, warn: Callable[[str], None]
+) -> list[Tested]:
     """Score the test split of every task that has one and was not learned from it."""
     found = []
+    options = ready.inputs.options
     heads = (selection.head,) if selection.head else ready.setup.heads
     for task, dataset in enumerate(ready.inputs.datasets):
         whole = _test_split(dataset)
         if whole is None:
             continue
         drawn = replace(whole, samples=draw_samples(whole.samples, _TESTED))
-        pixels = Pixels(drawn, ready.setup.tasks[task].view, _PIXELS, ready.setup.clip.device)
+        if options.skip_broken:
+            from atlas_cli.datasets.broken import without_broken
+
+            (drawn,) = without_broken([drawn], options.workers, warn)
+        view, device = ready.setup.tasks[task].view, ready.setup.clip.device
+        pixels = Pixels(drawn, view, _PIXELS, device, options.workers)
         before = _predicted(ready, ready.setup.table(), ready.setup.heads[task], pixels)
         after = _predicted(ready, selection.coefficients, heads[task], pixels)
         labels = pixels.labels

@@ -150,7 +150,7 @@ class PreparedRun:
             kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {memory})"
         counted = f"{rows * columns:,} trainable parameters"
         first = f"{counted}: {columns} coefficients for each of {rows} task vectors"
-        details = [f"device: {self.setup.clip.device}; threads: {self.inputs.threads}"]
+        details = [f"device: {self.setup.clip.device}; threads: {self.inputs.options.cores}"]
         details.append(f"vectors: {kept}")
         if pool.left:
             left = f"{len(pool.left)} blocks stay those of the base, such as {pool.left[0]}"
@@ -241,7 +241,7 @@ def gathered(
     how = Gathering(
         storage=recipe.storage,
         exclude=tuple(recipe.exclude),
-        keep_downloads=inputs.keep_downloads,
+        keep_downloads=inputs.options.keep_downloads,
         architecture=recipe.arch,
         is_own=lambda name: target is not None and is_of(name, target),
         tell=tell,
@@ -276,15 +276,16 @@ def prepared(
     layout = layout_of(recipe, pool.shapes)
     view = view_of(clip.preprocess)
     room = _PIXELS // (len(inputs.datasets) + len(inputs.judges))
-    tasks = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.datasets)
-    judges = tuple(Pixels(dataset, view, room, clip.device) for dataset in inputs.judges)
+    how = (view, room, clip.device, inputs.options.workers)
+    tasks = tuple(Pixels(dataset, *how) for dataset in inputs.datasets)
+    judges = tuple(Pixels(dataset, *how) for dataset in inputs.judges)
     # What is fitted with labels starts from the texts; what adapts takes the head that there is.
     choose = head_of if isinstance(recipe, TtaRecipe) and clip.has_head else zero_shot_head
     heads = tuple(
         choose(clip, dataset.classes, dataset.templates, warn) for dataset in inputs.datasets
     )
     composition = compose_pool(pool, base, layout, clip.device)
-    with thread_pool_for(module, inputs.threads) as thread_pool:
+    with thread_pool_for(module, inputs.options.cores) as thread_pool:
         if norms:
             model: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:

@@ -20,7 +20,7 @@ from atlas_cli.datasets.dataset import (
 from atlas_cli.datasets.known import named_classes
 from atlas_cli.errors import ClosedError, DataError, UsageError
 from atlas_cli.io.files import write_text
-from atlas_cli.learning.events import Listener, Predicted, Saving, Warned, ignore, never
+from atlas_cli.learning.events import Listener, Predicted, Saving, ignore, never, warner
 from atlas_cli.learning.results import Cell, LearningResult, Report
 from atlas_cli.learning.run import (
     LearningVerb,
@@ -304,7 +304,7 @@ def tta_online(
         from atlas_cli.learning.online import OnlineAdapter
         from atlas_cli.learning.run_folder import open_folder
 
-        adapter = OnlineAdapter(ready.setup, lambda text: on_event(Warned(text)))
+        adapter = OnlineAdapter(ready.setup, warner(on_event))
         with open_folder(options.folder, ready.config, options) as folder:
             if folder and options.resume and (saved := folder.restore()):
                 adapter.restore(saved.tensors, saved.facts)

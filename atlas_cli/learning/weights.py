@@ -190,10 +190,11 @@ def prepared_trainer(inputs: RunInputs, warn: Callable[[str], None]) -> Iterator
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     head = zero_shot_head(clip, dataset.classes, dataset.templates, warn)
     view = view_of(clip.preprocess)
-    shown = Pixels(dataset, view, _PIXELS, clip.device)
+    how = (view, _PIXELS, clip.device, inputs.options.workers)
+    shown = Pixels(dataset, *how)
     train = tuple(range(len(dataset.samples)))
     if inputs.judges:
-        judge = Pixels(inputs.judges[0], view, _PIXELS, clip.device)
+        judge = Pixels(inputs.judges[0], *how)
         scored_on = tuple(range(len(judge.dataset.samples)))
     else:  # only --select best needs images that are not trained on
         judge, scored_on = shown, hold_out(shown, recipe.seed) if recipe.select == "best" else ()
@@ -205,7 +206,7 @@ def prepared_trainer(inputs: RunInputs, warn: Callable[[str], None]) -> Iterator
     )
     if recipe.checkpoint_activations:
         checkpoint_activations(module)
-    with thread_pool_for(module, inputs.threads) as thread_pool:
+    with thread_pool_for(module, inputs.options.cores) as thread_pool:
         model = trained_model(clip, recipe, thread_pool)
         yield WeightTrainer(inputs, clip, model, data, head, judge, scored_on, optimizer_config)
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import open_dataset, plain_name
 from atlas_cli.errors import UsageError
-from atlas_cli.learning.run import RunInputs
+from atlas_cli.learning.run import RunInputs, RunOptions
 from atlas_cli.learning.weights import prepared_trainer
 from atlas_cli.models.clip import Opening
 from atlas_cli.models.trainable import ALPHA, LoraModel, TrainableModel, names_of, start_factors
@@ -40,7 +40,9 @@ def tuned(world: Path, **keys: Any) -> dict[str, torch.Tensor]:
     recipe = FinetuneRecipe(data=[str(world / "pets")], model=str(world / "base"), **given)
     dataset = open_dataset(recipe.data[0], split="train")
     source = locate(parse_reference(recipe.model))
-    inputs = RunInputs("finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), 1)
+    inputs = RunInputs(
+        "finetune", recipe, source, (), (dataset,), (), Opening(device="cpu"), RunOptions(threads=1)
+    )
     judge = open_dataset(recipe.data[0], split="val")
     with prepared_trainer(dataclasses.replace(inputs, judges=(judge,)), print) as ready:
         *_, checkpoint = ready.learn(ready.begin())
