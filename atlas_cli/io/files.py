@@ -34,7 +34,7 @@ except ImportError:  # Windows has no flock: two writers of one folder go unnoti
     fcntl = None  # type: ignore[assignment]
 
 OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-_STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
+STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
 
 
 # Reading --------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     temporary = Path(name)
     try:
-        if not _hold(handle):  # Windows renames no open file
+        if not hold(handle):  # Windows renames no open file
             os.close(handle)
             handle = -1
         yield temporary
@@ -134,7 +134,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             os.close(handle)
 
 
-def _hold(handle: int) -> bool:
+def hold(handle: int) -> bool:
     """Lock a file for this process, as long as the handle is open; whether that was possible."""
     if fcntl is None:
         return False
@@ -154,8 +154,8 @@ def _sweep(folder: Path, prefix: str, suffix: str) -> None:
             with contextlib.suppress(OSError):
                 handle = os.open(entry.path, OPEN & ~os.O_CREAT)
                 try:
-                    old = time.time() - os.fstat(handle).st_mtime > _STALE
-                    if old and _hold(handle):
+                    old = time.time() - os.fstat(handle).st_mtime > STALE
+                    if old and hold(handle):
                         Path(entry.path).unlink()
                 finally:
                     os.close(handle)
@@ -200,25 +200,34 @@ class FolderLock:
         handle = os.open(self._path, OPEN, 0o666)
         try:
             self._refuse_others(handle)
+            removed = not self._path.exists() or not os.path.samestat(
+                os.fstat(handle), self._path.stat()
+            )
             os.ftruncate(handle, 0)
             os.lseek(handle, 0, os.SEEK_SET)
             os.write(handle, f"{os.getpid()} {platform.node()}\n".encode())
         except (AtlasError, OSError):
             os.close(handle)
             raise
-        self._handle = handle
+        if removed:  # by its last holder, between opening and locking it here
+            os.close(handle)
+            self.take()
+        else:
+            self._handle = handle
 
     def check(self) -> None:
-        """Raise AtlasError if another process has locked the folder."""
+        """Raise AtlasError if another process has locked the folder; remove a stale lock."""
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(self._path, OPEN & ~os.O_CREAT)
             try:
                 self._refuse_others(handle)
+                if fcntl is not None:
+                    self._path.unlink()
             finally:
                 os.close(handle)
 
     def _refuse_others(self, handle: int) -> None:
-        free = _hold(handle) or fcntl is None
+        free = hold(handle) or fcntl is None
         process, _, host = os.read(handle, 300).decode("utf-8", "replace").strip().partition(" ")
         here = host in ("", platform.node())
         if free and (here or not process.isdigit()):

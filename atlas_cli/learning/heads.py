@@ -21,7 +21,7 @@ from atlas_cli.learning.batches import (
     score,
     score_of,
 )
-from atlas_cli.learning.run_folder import RunFolder
+from atlas_cli.learning.run_folder import HEAD, PROJECTION, RunFolder
 from atlas_cli.learning.selection import (
     Fold,
     Policy,
@@ -39,7 +39,6 @@ from atlas_cli.registry import ADAPTERS
 
 _CLEARLY = 1.5  # standard errors
 _FOLDS = 3  # of cross-validation that chooses a head
-FILE, PROJECTION = "head.safetensors", "projection.safetensors"  # in the folder of a run
 
 
 def headed(setup: Setup) -> HeadedModel:
@@ -251,11 +250,11 @@ def with_head(
     saved = SavedHead(head, setup.inputs.datasets[0].classes)
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="atlas-") as temporary:
-            path = Path(temporary) / FILE
+            path = Path(temporary) / HEAD
             write_head(path, saved)
             entry = HeadEntry(adapter=head.adapter, data=to_text(path))
     else:
-        path = folder.folder / FILE
+        path = folder.folder / HEAD
         write_head(path, saved)
         entry = HeadEntry(adapter=head.adapter, file=str(path), sha256=sha256_of(path))
     return recipe.model_copy(update={"head": entry})

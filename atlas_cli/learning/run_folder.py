@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -29,9 +30,11 @@ _RECIPE, _RESULT = "recipe.yaml", "result.json"
 _IMAGES = "images.jsonl"  # that were learned from or tested on, with predictions
 _SHOTS = 48  # images of a task that are remembered as learned from
 TRIMMED = "trimmed"  # vectors that were made for the run
+HEAD, PROJECTION = "head.safetensors", "projection.safetensors"  # of a fit with a head
 _RESULTS = (
     *(_STATE, _METRICS, _RECIPE, _RESULT, _IMAGES),
     *("coefficients.json", "coefficients.safetensors", "layernorm.safetensors"),
+    *(HEAD, PROJECTION),
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
 _MOST = 1 << 30  # bytes of a file of a run that is read at once
@@ -65,6 +68,7 @@ class RunFolder:
     resumed: bool = False
     _waiting: list[str] = field(default_factory=list)
     _rows: int = 0
+    _digest: Any = field(default_factory=hashlib.sha256)  # of the rows that are written
 
     def record(self, row: Mapping[str, object]) -> None:
         """Add a row of metrics, which is written with the next save."""
@@ -76,8 +80,10 @@ class RunFolder:
             with (self.folder / _METRICS).open("a", encoding="utf-8") as file:
                 file.writelines(self._waiting)
             self._rows += len(self._waiting)
+            self._digest.update("".join(self._waiting).encode())
             self._waiting.clear()
-            text = json.dumps({**facts, "rows": self._rows})
+            counted = {"rows": self._rows, "rows_sha256": self._digest.hexdigest()}
+            text = json.dumps({**facts, **counted})
             kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
 
@@ -85,28 +91,35 @@ class RunFolder:
         """The last save, with the rows of metrics that belong to it; None before the first."""
         path = self.folder / _STATE
         if not path.exists():
-            self._cut(0)
+            self._cut(0, None)
             return None
         facts = _read_facts(path)
-        self._cut(facts["rows"])
+        self._cut(facts["rows"], facts.get("rows_sha256"))
         tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
         return SavedRun(tensors, facts, path)
 
-    def _cut(self, rows: int) -> None:
-        """Drop rows that were written after the last save; they will come again."""
+    def _cut(self, rows: int, sha256: str | None) -> None:
+        """Drop rows that were written after the last save; they will come again.
+
+        Raises CheckpointError if the others are not those that were saved. States of earlier
+        versions have no digest of them.
+        """
         path = self.folder / _METRICS
         with _explained(self.folder):
             lines = read_regular(path, _MOST).splitlines(True) if path.exists() else []
         if len(lines) < rows:
             raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
         kept = b"".join(lines[:rows])
+        digest = hashlib.sha256(kept)
+        if sha256 is not None and sha256 != digest.hexdigest():
+            raise CheckpointError(f"{path}: is damaged; --force starts anew")
         try:
             for line in lines[:rows]:
                 json.loads(line)
             write_text(path, kept.decode("utf-8"))
         except ValueError as problem:
             raise CheckpointError(f"{path}: is damaged; --force starts anew") from problem
-        self._rows = rows
+        self._rows, self._digest = rows, digest
 
     def keep_large(self, coefficients: torch.Tensor) -> str:
         """Write a table that is too large for text, and give its path."""

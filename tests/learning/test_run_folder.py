@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 import struct
 import time
 from pathlib import Path
@@ -438,3 +439,63 @@ def test_damaged_rows_of_metrics_are_one_line_and_change_no_result(tmp_path: Pat
         (folder / "metrics.jsonl").write_bytes(damage)
         with pytest.raises(CheckpointError, match="is damaged; --force starts anew"):
             run.restore()
+
+
+def test_a_stale_lock_goes_also_when_the_folder_is_refused(call, tmp_path: Path):
+    folder = tmp_path / "run"
+    save(start(folder), moment_after(1), 1)
+    stale = f"{2**22 + 1} {platform.node()}\n"
+    for flags in ((), ("--resume",)):  # a folder with a run, and a run with another recipe
+        (folder / ".atlas.lock").write_text(stale)
+        given = ("--model", "builtin:tiny", "--vectors", "builtin:letters", "--shots", "1")
+        result = call("fit", "builtin:digits", *given, "-o", folder, *flags)
+        assert result.code == (2 if flags else 1), result.err
+        assert not (folder / ".atlas.lock").exists()
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    usual = FolderLock._refuse_others
+
+    def released_first(self: FolderLock, handle: int) -> None:
+        first.release()
+        usual(self, handle)
+
+    monkeypatch.setattr(FolderLock, "_refuse_others", released_first)
+    second.take()
+    monkeypatch.setattr(FolderLock, "_refuse_others", usual)
+    with pytest.raises(AtlasError, match="writes it"):
+        FolderLock(tmp_path).take()
+    second.release()
+
+
+# Damage and left-overs ------------------------------------------------------------------------
+
+
+def test_a_digit_that_changed_in_saved_rows_is_noticed(tmp_path: Path):
+    save(start(tmp_path), moment_after(1), 1, 2)
+    metrics = tmp_path / "metrics.jsonl"
+    for sound, damaged in (("2", "3"), ("1", "9")):
+        whole = metrics.read_text()
+        metrics.write_text(whole.replace(sound, damaged))
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl: is damaged; --force"):
+            go_on(tmp_path).restore()
+        metrics.write_text(whole)
+    again = go_on(tmp_path)
+    assert again.restore() is not None
+    save(again, moment_after(2), 3)  # the digest goes on from the rows that were there
+    assert go_on(tmp_path).restore() is not None
+
+
+def test_a_new_run_keeps_no_result_of_the_old_one(tmp_path: Path):
+    for name in ("head.safetensors", "projection.safetensors", "layernorm.safetensors"):
+        run = start(tmp_path / "run")
+        (tmp_path / "run" / name).touch()
+        start(tmp_path / "run")
+        assert not (tmp_path / "run" / name).exists()
+        (tmp_path / "run" / name).touch()
+        run.abandon()
+        assert not (tmp_path / "run" / name).exists()
