@@ -30,6 +30,24 @@ _UNKNOWN = "unknown"  # the Hub's word for a licence that nobody stated
 # The writer -----------------------------------------------------------------------------------
 
 
+def code(text: object) -> str:
+    """A text as code within a line of Markdown, which no backtick in it ends."""
+    line = " ".join(str(text).split())
+    marks = "`" * (_longest_run(line) + 1)
+    space = " " if len(marks) > 1 else ""
+    return f"{marks}{space}{line}{space}{marks}"
+
+
+def code_block(language: str, text: str) -> str:
+    """Lines of code in Markdown, which no backticks in them end."""
+    marks = "`" * max(3, _longest_run(text) + 1)
+    return f"{marks}{language}\n{text.rstrip()}\n{marks}"
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
 @dataclass(frozen=True)
 class Card:
     """A card: `front` is what the Hub reads, `sections` are headings with their text."""
@@ -240,7 +258,7 @@ def card_text(
     steps = {key: value for key, value in recipe.items() if key != "locked"}
     if isinstance(steps.get("coefficients"), dict):
         steps["coefficients"] = "(see atlas_recipe.lock.yaml)"
-    listed = "\n".join(f"- `{name}`" for name in recipe["locked"])
+    listed = "\n".join(f"- {code(name)}" for name in recipe["locked"])
     card = Card(
         f"Merged by {merge.method}",
         f"Made with atlas {__version__} by the method `{merge.method}` from:\n\n{listed}\n\n"
@@ -249,7 +267,7 @@ def card_text(
         front,
     ).with_section(
         "Recipe",
-        f"```yaml\n{write_mapping(steps, '')}```\n\n"
+        f"{code_block('yaml', write_mapping(steps, ''))}\n\n"
         "`atlas_recipe.lock.yaml` holds the same with a digest of every input: "
         "`atlas merge atlas_recipe.lock.yaml -o DIR` gives this model again, to the byte.",
     )

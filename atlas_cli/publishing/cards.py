@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from atlas_cli.merging.model_card import (
     Evaluated,
     EvaluationResult,
     Shown,
+    code,
+    code_block,
     front_matter,
     model_index,
     on_hub,
@@ -37,7 +40,7 @@ def with_results(
 
 
 def _block(*lines: str) -> str:
-    return "```sh\n" + "\n".join(lines) + "\n```"
+    return code_block("sh", "\n".join(lines))
 
 
 # Task vectors ---------------------------------------------------------------------------------
@@ -57,12 +60,12 @@ def vector_card(
     given = base if on_hub(base) else (bases or [base])[0]
     use = _block(
         f"atlas inspect hf://{repository}",
-        f"atlas fit photos/ --model {given} --vectors hf://{repository} -o run",
+        f"atlas fit photos/ --model {shlex.quote(given)} --vectors hf://{repository} -o run",
         "atlas merge run -o mine",
     )
     card = Card(
         repository.partition("/")[2],
-        f"{what} of `{given}`: fine-tuned minus base, made with atlas "
+        f"{what} of {code(given)}: fine-tuned minus base, made with atlas "
         f"{first.atlas or __version__}. {_LICENCES}",
         front_matter(bases, "adapter", "atlas", ["task-vector", "clip"]),
     )
@@ -91,7 +94,7 @@ def _provenance(headers: Mapping[str, Header]) -> str:
         storages = ", ".join(sorted({block.storage for block in header.blocks}))
         norm = header.relative_norm
         cells = (
-            f"`{file}`",
+            _in_table(code(file)),
             _source(header.finetuned),
             _source(header.base),
             storages,
@@ -100,7 +103,7 @@ def _provenance(headers: Mapping[str, Header]) -> str:
         )
         rows.append(f"| {' | '.join(cells)} |")
     prints = sorted({header.fingerprint for header in headers.values()})
-    return "\n".join(rows) + f"\n\nFingerprint of the base: `{'`, `'.join(prints)}`."
+    return "\n".join(rows) + f"\n\nFingerprint of the base: {', '.join(map(code, prints))}."
 
 
 def _source(found: Mapping[str, Any]) -> str:
@@ -110,9 +113,13 @@ def _source(found: Mapping[str, Any]) -> str:
         name = Path(name).name
     commit = found.get("commit")
     digest = next(iter(_digests(found)), "")
-    parts = [f"`{name}`", f"at `{str(commit)[:12]}`" if commit else ""]
-    parts.append(f"sha256 `{digest[:12]}`" if digest else "")
-    return " ".join(part for part in parts if part)
+    parts = [code(name), f"at {code(str(commit)[:12])}" if commit else ""]
+    parts.append(f"sha256 {code(str(digest)[:12])}" if digest else "")
+    return _in_table(" ".join(part for part in parts if part))
+
+
+def _in_table(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 # Runs -----------------------------------------------------------------------------------------
@@ -125,14 +132,14 @@ def run_card(repository: str, run: Run, recipe: str, picture: str | None) -> Car
     hub = on_hub(base)
     use = _block(
         f"atlas merge hf://{repository} -o mine",
-        f"atlas eval {base} mine --data photos/",
+        f"atlas eval {shlex.quote(base)} mine --data photos/",
         "atlas inspect mine",
     )
     vectors = found.get("vectors") or []
-    listed = "\n".join(f"- `{one['name']}`: `{one['file']}`" for one in vectors)
+    listed = "\n".join(f"- {code(one['name'])}: {code(one['file'])}" for one in vectors)
     card = Card(
         repository.partition("/")[2],
-        f"Coefficients that scale task vectors of `{base}`, one for every block, learned by "
+        f"Coefficients that scale task vectors of {code(base)}, one for every block, learned by "
         f"`atlas {run.command}` {run.config.get('versions', {}).get('atlas', __version__)} on "
         f"{', '.join(run.tasks) or 'images without labels'}. {_LICENCES}",
         front_matter([hub] if hub else [], "adapter", "atlas", ["task-vector", "merge", "clip"]),

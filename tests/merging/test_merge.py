@@ -356,6 +356,17 @@ def test_a_lock_names_the_kind_of_digest_and_those_of_older_versions_stay_valid(
     assert "./m2: model.safetensors is not what the recipe was locked with: sha256 " in result.err
 
 
+def test_no_name_breaks_out_of_the_code_of_the_card(merge: Merge, tmp_path: Path):
+    hostile = "a`b ```# title"
+    (tmp_path / "m1").rename(tmp_path / hostile)
+    recipe = linear(1, 2)
+    recipe["models"][0]["model"] = f"./{hostile}"
+    card = (merge(recipe) / "README.md").read_text()
+    assert f"- ```` ./{hostile} ````\n- `./m2`\n" in card
+    shown = card.partition("````yaml\n")[2].partition("\n````\n")[0]
+    assert yaml.safe_load(shown) == recipe
+
+
 def test_the_recipe_is_in_the_metadata_and_in_the_card(merge: Merge):
     out = merge(linear(1, 2))
     with safe_open(out / "model.safetensors", framework="pt") as file:
