@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.datasets.dataset import Dataset, load
 from atlas_cli.errors import AtlasError
+from atlas_cli.io.staging import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -37,29 +35,19 @@ def write_folder(
     if not folder.absolute().parent.is_dir():
         raise AtlasError(f"{folder.parent}: no such folder")
     try:
-        with _whole(folder) as temporary:
+        with temporary_folder(folder) as temporary:
             for dataset in datasets:
                 below = "" if dataset.split == "all" else dataset.split
                 _write_images(dataset, temporary / below, advance)
             names = sorted(datasets[0].classes, key=_folder_name)
             _write_lines(temporary / "classnames.txt", names)
             _write_lines(temporary / "templates.txt", datasets[0].templates)
+            temporary.chmod(0o755)
+            temporary.rename(folder)
     except OSError as problem:
         raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
     images = {dataset.split: len(dataset.samples) for dataset in datasets}
     return Exported(str(folder), len(datasets[0].classes), images)
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A folder beside another, which becomes it once everything is written."""
-    temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_images(dataset: Dataset, folder: Path, advance: Callable[[int], None]) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ from typing import Any
 from atlas_cli.datasets.dataset import Dataset, Sample
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import cache_folder
+from atlas_cli.io.staging import temporary_folder
 
 _INDEX = "index.json"
 _ENDINGS = (
@@ -142,21 +141,17 @@ def _dataset(
 @contextmanager
 def _written(folder: Path) -> Iterator[Path]:
     """A temporary folder that takes its name at the end; errors of the disk in one line."""
-    temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
-        yield temporary
-        if not folder.exists():  # somebody else may have been faster
-            temporary.rename(folder)
+        with temporary_folder(folder) as temporary:
+            yield temporary
+            if not folder.exists():  # somebody else may have been faster
+                temporary.rename(folder)
     except OSError as problem:
         raise AtlasError(
             f"{folder.parent}: cannot keep images: {problem.strerror or problem}; "
             "set ATLAS_CACHE to a folder that can be written"
         ) from problem
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _ending(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A folder of large files that appears whole or not at all, and goes on where it was stopped."""
+"""Folders that appear whole or not at all; one of large files goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import OPEN
+from atlas_cli.io.files import OPEN, STALE, hold
 
 try:
     import fcntl
@@ -25,6 +28,48 @@ _MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, for the caller to rename once it is complete; else it vanishes.
+
+    What a run that was killed left of an earlier one is removed first.
+    """
+    home, prefix, suffix = folder.absolute().parent, f".{folder.name}.atlas-", ".part"
+    for path in home.iterdir():
+        if path.name.startswith(prefix) and path.name.endswith(suffix):
+            _remove_stale(path)
+    temporary = Path(tempfile.mkdtemp(dir=home, prefix=prefix, suffix=suffix))
+    handle = _hold_folder(temporary)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _hold_folder(path: Path) -> int | None:
+    """A handle that marks a folder as used by this process, if nobody else has marked it."""
+    if fcntl is None:  # Windows opens no folder
+        return None
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if hold(handle):
+        return handle
+    os.close(handle)
+    return None
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a temporary folder of ours that is old and that no process holds."""
+    with contextlib.suppress(OSError):
+        # Too young, it may be one that another process has made and not yet marked.
+        old = time.time() - path.lstat().st_mtime > STALE
+        if old and (handle := _hold_folder(path)) is not None:
+            if os.fstat(handle).st_uid == os.geteuid():
+                shutil.rmtree(path, ignore_errors=True)
+            os.close(handle)
 
 
 class StagingFolder:

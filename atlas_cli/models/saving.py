@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import write_tensors
+from atlas_cli.io.staging import temporary_folder
 from atlas_cli.models.clip import Clip
 from atlas_cli.models.folders import CONFIG, copy_companion_files, copy_text, has_text, read_tensors
 
@@ -24,14 +24,11 @@ _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its name, and its place, at the end."""
     try:
-        temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
-        try:
+        with temporary_folder(folder) as temporary:
             yield temporary
             temporary.chmod(0o755)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as problem:
         raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
 
