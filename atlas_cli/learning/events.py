@@ -106,11 +106,6 @@ def ignore(event: Event) -> None:
     """Listen to nothing."""
 
 
-def warner(on_event: Listener) -> Callable[[str], None]:
-    """What tells a listener of warnings."""
-    return lambda text: on_event(Warned(text))
-
-
 def never() -> bool:
     """Do not stop."""
     return False

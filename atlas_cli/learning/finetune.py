@@ -22,7 +22,6 @@ from atlas_cli.learning.events import (
     Warned,
     ignore,
     never,
-    warner,
 )
 from atlas_cli.learning.run import (
     RunInputs,
@@ -31,6 +30,7 @@ from atlas_cli.learning.run import (
     find_model,
     open_labelled,
     training,
+    warner,
 )
 from atlas_cli.recipes.model import UNIT, as_percent
 from atlas_cli.sources.locate import locate, parse_reference

@@ -26,8 +26,8 @@ from atlas_cli.learning.events import (
     StepTaken,
     TrainingEnded,
     TrainingStarted,
+    Warned,
     ignore,
-    warner,
 )
 from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.recipes.model import UNIT, in_percent, parse_shots
@@ -171,6 +171,11 @@ def resolve(verb: LearningVerb, options: RunOptions, on_event: Listener = ignore
     vectors = tuple(name_vectors(recipe.vectors, lambda text: on_event(Noted(text))))
     source, opening = find_model(recipe, options)
     return RunInputs(verb.name, recipe, source, vectors, datasets, judges, opening, options)
+
+
+def warner(on_event: Listener) -> Callable[[str], None]:
+    """What tells a listener of warnings."""
+    return lambda text: on_event(Warned(text))
 
 
 def check_model(recipe: LearnRecipe | FinetuneRecipe) -> None:

@@ -20,7 +20,7 @@ from atlas_cli.datasets.dataset import (
 from atlas_cli.datasets.known import named_classes
 from atlas_cli.errors import ClosedError, DataError, UsageError
 from atlas_cli.io.files import write_text
-from atlas_cli.learning.events import Listener, Predicted, Saving, ignore, never, warner
+from atlas_cli.learning.events import Listener, Predicted, Saving, ignore, never
 from atlas_cli.learning.results import Cell, LearningResult, Report
 from atlas_cli.learning.run import (
     LearningVerb,
@@ -29,6 +29,7 @@ from atlas_cli.learning.run import (
     prepare,
     source_of,
     training,
+    warner,
 )
 from atlas_cli.recipes.model import as_percent, in_percent
 from atlas_cli.recipes.text import write_recipe
