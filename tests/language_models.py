@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+SPECIAL = "<|special|>"  # the only one of the further tokens that is special
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -50,6 +51,51 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2Config", "Qwen2ForCausalLM", SMALL | {"tie_word_embeddings": True}),
 }
 
+_LLAVA = {
+    "text_config": {"model_type": "llama", **SMALL, "num_hidden_layers": 2},
+    "vision_config": {
+        **{"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 16},
+        "projection_dim": 16,
+    },
+    "image_token_index": 63,
+}
+_QWEN3_VL = {
+    "text_config": {
+        **SMALL,
+        "head_dim": 8,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        **{"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2},
+        **{
+            "out_hidden_size": 16,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+    },
+    **{"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62},
+    "vision_end_token_id": 63,
+}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 4, "num_heads": 2, "vocab_size": 64}
+_T5 |= {"feed_forward_proj": "gated-gelu"}
+_WHISPER = {
+    **{"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2},
+    **{"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    **{"vocab_size": 64, "max_source_positions": 16, "max_target_positions": 16},
+    **{"num_mel_bins": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    **{"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
+}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+# Models that are not only a stack of layers of language.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _LLAVA),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", _QWEN3_VL),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", _WHISPER),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", SMALL | _EXPERTS),
+}
+
 
 def import_transformers() -> Any:
     """transformers, which imports a torchvision that may not know this torch."""
@@ -66,7 +112,7 @@ def write_language_model(
 ) -> Path:
     """A model with random weights; those of other seeds are small steps from seed 0."""
     transformers = import_transformers()
-    config_class, model_class, settings = FAMILIES[family]
+    config_class, model_class, settings = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, config_class)(**(settings | more))
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config)
@@ -84,7 +130,7 @@ def write_tokenizer(folder: Path, added: list[str] | None = None, size: int = 64
     model = {"type": "BPE", "vocab": {t: n for n, t in enumerate(tokens)}, "merges": []}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = [
-        {"id": n, "content": token, "special": n < 3, **flags}
+        {"id": n, "content": token, "special": n < 3 or token == SPECIAL, **flags}
         for n, token in [*enumerate(tokens[:3]), *enumerate(added or [], start=size)]
     ]
     raw = {"version": "1.0", "model": model, "added_tokens": special}

@@ -27,6 +27,8 @@ def run(path: Path) -> None:
     options = MergeOptions(copy_tokenizer=True, random_seed=0, quiet=True, allow_crimes=True)
     options = options.model_copy(update={"write_model_card": False})  # it would ask the Hub
     options = options.model_copy(update={"lora_merge_cache": str(path.parent / "adapted")})
+    if path.stem == "io_files":  # several files, written by a thread
+        options = options.model_copy(update={"out_shard_size": 20_000, "async_write": True})
     documents = list(yaml.safe_load_all(text))
     if len(documents) == 1:
         run_merge(MergeConfiguration.model_validate(documents[0]), target, options)
@@ -34,7 +36,8 @@ def run(path: Path) -> None:
     between = str(path.with_suffix(".between"))
     Path(between).mkdir(exist_ok=True)
     configs, needed = load_config(text, between)
-    tasks = make_tasks(configs, needed, options, between, target, True)
+    last = target if None in configs else None
+    tasks = make_tasks(configs, needed, options, between, last, True)
     Executor(tasks, math_device="cpu", storage_device="cpu").execute()
 
 

@@ -67,9 +67,20 @@ def has_text(tensors: LazyTensors) -> bool:
 
 
 def is_clip(names: Iterable[str]) -> bool:
-    """Whether names are those of a CLIP model, of open_clip or of transformers."""
-    marks = ("visual.", "vision_model.")
-    return any(unwrapped(name).startswith(marks) for name in names)
+    """Whether names are those of a CLIP model, of open_clip or of transformers.
+
+    Language models that see, such as Qwen-VL, have a `visual` tower as well, and are none.
+    """
+    inner = [unwrapped(name) for name in names]
+    if any(_writes_language(name) for name in inner):
+        return False
+    return any(name.startswith(("visual.", "vision_model.")) for name in inner)
+
+
+def _writes_language(name: str) -> bool:
+    """Whether a tensor belongs to a decoder of language; a text tower of CLIP is `text`."""
+    tokens = name.endswith("embed_tokens.weight") and not name.startswith("text.")
+    return tokens or name.startswith(("language_model.", "lm_head."))
 
 
 def is_transformers(tensors: LazyTensors) -> bool:

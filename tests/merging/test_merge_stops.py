@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import resource
@@ -34,7 +35,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(recipe: Path) -> subprocess.Popen[bytes]:
-    return warm.start("merge", recipe, "-o", "out", "-q", text=False)
+    return warm.start("merge", recipe, "-o", "out", "-q", *ROOMY, text=False)
 
 
 def pieces_in(journal: Path) -> int:
@@ -79,6 +80,52 @@ def check_kills(recipe: Path, kills: int, number: int) -> None:
     assert digests(out) == wanted
     assert not (recipe.parent / ".out.part").exists()
     assert len(set(caught)) > 2  # they were stopped at different moments, in the middle
+
+
+@pytest.mark.slow
+def test_several_merges_that_are_killed_go_on_where_they_were(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2, 3):
+        write_model(tmp_path / f"m{number}", llama(number, layers=24, width=370))
+    recipe, steps = tmp_path / "r.yaml", tmp_path / ".out.steps"
+    documents = [
+        linear(1, 2, name="first"),
+        {"merge_method": "linear", "models": _half("first", "./m3"), "name": "second"},
+        {"merge_method": "linear", "models": _half("second", "./m1"), "out_dtype": "bfloat16"},
+    ]
+    recipe.write_text("---\n".join(json.dumps(one) + "\n" for one in documents))
+    process = start(recipe)
+    assert process.communicate() == (b"out\n", b"")
+    wanted = digests(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    made: dict[Path, int] = {}
+    # Killed within each of the three merges; what was complete before is not made again.
+    for part in (steps / ".first.part", steps / ".second.part", tmp_path / ".out.part"):
+        while not _killed_in(recipe, part / "journal"):
+            shutil.rmtree(tmp_path / "out")  # it was quicker: from the beginning
+            made = {}
+        whole = {path: path.stat().st_mtime_ns for path in steps.glob("*/model.safetensors")}
+        assert made.items() <= whole.items()
+        made = whole
+    assert len(made) == 2
+    process = start(recipe)
+    assert process.communicate() == (b"out\n", b"")
+    assert digests(tmp_path / "out") == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m1", "m2", "m3", "out", "r.yaml"]
+
+
+def _killed_in(recipe: Path, journal: Path) -> bool:
+    """Kill a merge once it has written some pieces of one of its models; False if it was done."""
+    process = start(recipe)
+    while process.poll() is None and pieces_in(journal) < 3:
+        time.sleep(0.0005)
+    process.kill()
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def _half(*names: str) -> list[dict[str, object]]:
+    return [{"model": name, "parameters": {"weight": 0.5}} for name in names]
 
 
 def test_five_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path):

@@ -156,3 +156,18 @@ def test_parameters_without_effect_are_named_once_and_refused_with_strict(call, 
     wrong = call("merge", tmp_path / "r.yaml", "-o", "out2")
     assert wrong.code == 2
     assert "unknown parameter 'normalise'" in wrong.err
+
+
+def test_a_language_model_that_sees_keeps_the_names_that_its_library_reads(merge, tmp_path: Path):
+    seen = "model.visual.blocks.0.attn.qkv.weight"
+    for number in (0, 1):
+        tensors = {
+            n.replace("model.", "model.language_model."): t for n, t in llama(number).items()
+        }
+        write_model(tmp_path / f"see{number}", tensors | {seen: torch.full((4, 4), float(number))})
+    models = [{"model": f"./see{n}", "parameters": {"weight": 0.5}} for n in (0, 1)]
+    out = merge({"merge_method": "linear", "models": models})
+    assert (out / "model.safetensors").is_file()
+    found = read_model(out)
+    assert found.keys() == {*tensors, seen}
+    assert bool((found[seen] == 0.5).all())
