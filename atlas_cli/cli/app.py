@@ -273,10 +273,11 @@ def _spelt_out(program: "TyperGroup", given: Sequence[str]) -> list[str]:
     if number is None or command is None:
         return list(given)
     words = list(given[number + 1 :])
+    quiet = bool({"-q", "--quiet"} & set(words))
     if command.name == "merge":
-        words = _without_mergekit_flags(words)
+        words = _without_mergekit_flags(words, quiet=quiet)
     _check_only_given(command.params, words)
-    return [*given[: number + 1], *_one_value_each(command.params, words)]
+    return [*given[: number + 1], *_one_value_each(command.params, words, quiet=quiet)]
 
 
 def _find_command(given: Sequence[str]) -> int | None:
@@ -292,18 +293,18 @@ def _check_only_given(options: Sequence[Any], words: Sequence[str]) -> None:
             option.callback = None
 
 
-def _without_mergekit_flags(words: list[str]) -> list[str]:
+def _without_mergekit_flags(words: list[str], *, quiet: bool) -> list[str]:
     from atlas_cli.cli import console, mergekit_flags
 
     if not any(word.partition("=")[0] in mergekit_flags.FLAGS for word in words):
         return words
     translated, ignored = mergekit_flags.translated(words)
-    if ignored:
+    if ignored and not quiet:
         console.warn(f"has no meaning here, and is ignored: {', '.join(ignored)}")
     return translated
 
 
-def _one_value_each(params: Sequence[Any], words: Sequence[str]) -> list[str]:
+def _one_value_each(params: Sequence[Any], words: Sequence[str], *, quiet: bool) -> list[str]:
     """`--data A B` as `--data A --data B`, for every option that can be repeated.
 
     Where that leaves a required argument without a value, the last value is the argument's.
@@ -320,7 +321,8 @@ def _one_value_each(params: Sequence[Any], words: Sequence[str]) -> list[str]:
         if found := _handed_back(spelt, repeatable, taking):
             spelt, value = found
             name = (argument.metavar or "").rstrip(".")
-            console.note(f"'{value}' is taken for {name}, which is missing")
+            if not quiet:
+                console.note(f"'{value}' is taken for {name}, which is missing")
     return spelt
 
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -44,20 +44,21 @@ _AT_ONCE = 2
 _RESUMABLE = ("finetune", "fit", "tta", "negate", "add")  # other commands start again
 
 
-def run(place: Path, *, keep: bool, force: bool, as_json: bool) -> None:
+def run(place: Path, *, keep: bool, force: bool, output: console.OutputOptions) -> None:
     """Run the demo in a folder, which is removed at the end unless it is kept."""
-    runner = _open(place, force=force)
+    tell = _mute if output.quiet else _say
+    runner = _open(place, tell, force=force)
     runner.run(sections())
     picture = _draw(runner, keep)
     scores = {one.name: json.loads((place / scores_file(one)).read_text()) for one in EXPERIMENTS}
     seconds = runner.total_seconds
     if keep:
-        _say(f"\nEverything is in {place}")
+        tell(f"\nEverything is in {place}")
     else:
         shutil.rmtree(place)
     if picture:
-        _say(f"The picture is {picture}")
-    _show(table(scores), seconds, as_json)
+        tell(f"The picture is {picture}")
+    _show(table(scores), seconds, tell, as_json=output.as_json)
 
 
 # Running --------------------------------------------------------------------------------------
@@ -73,6 +74,7 @@ class CommandRunner:
     place: Path
     done: list[str]
     seconds: float
+    tell: Callable[[str], None]
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -84,23 +86,28 @@ class CommandRunner:
         """Run the lines that are not done, in order, each as soon as what it needs is there."""
         waiting = [(section, line) for section in sections for line in section.lines]
         running: dict[CommandLine, Running] = {}
-        title = ""
-        try:
-            while waiting or running:
-                ready = _first_ready(waiting, running) if len(running) < _AT_ONCE else None
-                if ready is None:
-                    self._finish(running)
-                    continue
-                waiting.remove(ready)
-                section, line = ready
-                _say(f"\n# {section.title}" * (section.title != title))
-                title = section.title
-                _say(f"$ {line}")
-                if str(line) not in self.done:
+        story = Story(waiting, self.tell)
+        with console.Display(quiet=self.tell is _mute) as display:
+            display.phase("starting", len(waiting))
+            try:
+                while waiting or running:
+                    ready = _first_ready(waiting, running) if len(running) < _AT_ONCE else None
+                    if ready is None:
+                        self._finish(running, story)
+                        display.advance(1, label=_names(running))
+                        continue
+                    waiting.remove(ready)
+                    line = ready[1]
+                    story.begin(line)
+                    if str(line) in self.done:
+                        story.end(line, "")
+                        display.advance(1)
+                        continue
                     running[line] = self._begin(line)
-        finally:
-            for process in running.values():
-                process.kill()
+                    display.advance(0, label=_names(running))
+            finally:
+                for process in running.values():
+                    process.kill()
 
     def _begin(self, line: CommandLine) -> Running:
         again = bool(line.made) and (self.place / line.made).exists()
@@ -109,8 +116,8 @@ class CommandRunner:
         stdout = self.place / _unfinished(line) if line.kept else None
         return begin(arguments, self.place, self.place / f".{line.name}.said", stdout)
 
-    def _finish(self, running: dict[CommandLine, Running]) -> None:
-        """Wait for the next process to end, and repeat what it wrote to stderr."""
+    def _finish(self, running: dict[CommandLine, Running], story: Story) -> None:
+        """Wait for the next process to end, and keep what it wrote."""
 
         from atlas_cli.io.files import write_text
 
@@ -118,8 +125,9 @@ class CommandRunner:
         line = next(line for line, process in running.items() if process is ended)
         del running[line]
         code, said = ended.end()
-        _say(_with_name(line, said))
+        story.end(line, _with_name(line, said))
         if code:
+            story.end_all()
             raise AtlasError(f"{line}: failed with exit code {code}")
         if line.kept:
             (self.place / _unfinished(line)).replace(self.place / line.kept)
@@ -127,7 +135,55 @@ class CommandRunner:
         write_text(self.place / _STATE, _state(self.done, self.total_seconds))
 
 
-def _open(place: Path, *, force: bool) -> CommandRunner:
+class Story:
+    """Tells of command lines in their order, each with what it said, though several run at once.
+
+    A line is shown as soon as it has begun and all before it are told; what it said, when it ends.
+    """
+
+    def __init__(
+        self, lines: Iterable[tuple[Section, CommandLine]], tell: Callable[[str], None]
+    ) -> None:
+        self._lines, self._tell = list(lines), tell
+        self._begun: set[CommandLine] = set()
+        self._said: dict[CommandLine, str] = {}
+        self._title, self._shown = "", False
+
+    def begin(self, line: CommandLine) -> None:
+        """A line runs from now on."""
+        self._begun.add(line)
+        self._go_on()
+
+    def end(self, line: CommandLine, said: str) -> None:
+        """A line has ended."""
+        self._said[line] = said
+        self._go_on()
+
+    def end_all(self) -> None:
+        """Tell of every line that has ended, though others before it have not."""
+        self._lines = [pair for pair in self._lines if pair[1] in self._said]
+        self._shown = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._lines and (line := self._lines[0][1]) in self._begun:
+            if not self._shown:
+                title = self._lines[0][0].title
+                self._tell(f"\n# {title}" * (title != self._title))
+                self._tell(f"$ {line}")
+                self._title, self._shown = title, True
+            if line not in self._said:
+                return
+            self._tell(self._said[line])
+            del self._lines[0]
+            self._shown = False
+
+
+def _names(running: Iterable[CommandLine]) -> str:
+    return ", ".join(line.name for line in running)
+
+
+def _open(place: Path, tell: Callable[[str], None], *, force: bool) -> CommandRunner:
     """A runner that goes on where an earlier one stopped, or begins in a new folder."""
 
     from atlas_cli.io.files import write_text
@@ -149,8 +205,8 @@ def _open(place: Path, *, force: bool) -> CommandRunner:
     if found.get("story") != identity():
         raise AtlasError(f"{place}: holds the demo of another atlas; --force begins anew")
     if found["done"]:
-        _say(f"going on in {place}, where {len(found['done'])} commands are done")
-    return CommandRunner(place, found["done"], found["seconds"])
+        tell(f"going on in {place}, where {len(found['done'])} commands are done")
+    return CommandRunner(place, found["done"], found["seconds"], tell)
 
 
 def _state(done: Sequence[str], seconds: float) -> str:
@@ -183,7 +239,7 @@ def _draw(runner: CommandRunner, kept: bool) -> str | None:
     from atlas_cli.reports.plots import missing_library
 
     if missing_library():
-        _say("(with the extra `plot`, a picture of the coefficients is drawn here)")
+        runner.tell("(with the extra `plot`, a picture of the coefficients is drawn here)")
         return None
     path = Path("coefficients.png") if kept else Path.cwd() / f"{PLACE}.png"
     runner.run([drawing(str(path))])
@@ -193,7 +249,9 @@ def _draw(runner: CommandRunner, kept: bool) -> str | None:
 # Showing --------------------------------------------------------------------------------------
 
 
-def _show(rows: Sequence[DemoRow], seconds: float, as_json: bool) -> None:
+def _show(
+    rows: Sequence[DemoRow], seconds: float, tell: Callable[[str], None], *, as_json: bool
+) -> None:
     caption = f"Top-1 in percent on test images. {seconds:.0f} s in all."
     facts = [dataclasses.asdict(row) for row in rows]
     if as_json:
@@ -205,7 +263,7 @@ def _show(rows: Sequence[DemoRow], seconds: float, as_json: bool) -> None:
         console.emit_table(shown, caption)
     else:
         console.emit_rows(list(shown[0]), [list(row.values()) for row in shown])
-        _say(caption)
+        tell(caption)
 
 
 def _cell(value: str | float) -> str:
@@ -215,6 +273,10 @@ def _cell(value: str | float) -> str:
 def _say(text: str) -> None:
     if text:
         console.say(text)
+
+
+def _mute(text: str) -> None:
+    pass
 
 
 # Commands as processes ------------------------------------------------------------------------

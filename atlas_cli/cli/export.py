@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,8 @@ def export(
     if folder.exists():
         raise UsageError(f"{folder}: exists already; write to another folder")
 
-    clip, head, classes = _opened(run, data, arch, text)
+    warn = console.warner(quiet=quiet)
+    clip, head, classes = _opened(run, data, arch, text, warn)
 
     from atlas_cli.learning.classifier import write_classifier
 
@@ -76,7 +78,7 @@ def export(
 
 
 def _opened(
-    run: str, data: str | None, arch: str | None, text: str | None
+    run: str, data: str | None, arch: str | None, text: str | None, warn: Callable[[str], None]
 ) -> tuple[Clip, torch.Tensor | Head, tuple[str, ...]]:
     """The model that a run learned or that a folder holds, its head and its classes."""
     from atlas_cli.sources.locate import check_architecture, locate, parse_reference
@@ -90,7 +92,7 @@ def _opened(
 
         completed = locate(parse_reference(text)) if text else None
         clip = open_model(locate(parse_reference(run)), Opening(arch, completed, "cpu"))
-        return clip, *_head_of_model(clip, data)
+        return clip, *_head_of_model(clip, data, warn)
     from atlas_cli.recipes.merge import read_merge
     from atlas_cli.sources.locate import source_problems
 
@@ -108,10 +110,12 @@ def _opened(
     if recipe.head:
         saved = open_entry(recipe.head)
         return clip, saved.head, saved.classes
-    return clip, *_zero_shot(clip, data or _data_of(folder))
+    return clip, *_zero_shot(clip, data or _data_of(folder), warn)
 
 
-def _head_of_model(clip: Clip, data: str | None) -> tuple[torch.Tensor | Head, tuple[str, ...]]:
+def _head_of_model(
+    clip: Clip, data: str | None, warn: Callable[[str], None]
+) -> tuple[torch.Tensor | Head, tuple[str, ...]]:
     """The head beside a model, or the zero-shot head of the classes of some data."""
     from atlas_cli.models.clip import HEAD
     from atlas_cli.models.heads import open_head
@@ -120,17 +124,19 @@ def _head_of_model(clip: Clip, data: str | None) -> tuple[torch.Tensor | Head, t
     if data is None and path.is_file():
         saved = open_head(path)
         return saved.head, saved.classes
-    return _zero_shot(clip, data)
+    return _zero_shot(clip, data, warn)
 
 
-def _zero_shot(clip: Clip, data: str | None) -> tuple[torch.Tensor, tuple[str, ...]]:
+def _zero_shot(
+    clip: Clip, data: str | None, warn: Callable[[str], None]
+) -> tuple[torch.Tensor, tuple[str, ...]]:
     from atlas_cli.datasets.dataset import open_dataset
     from atlas_cli.models.clip import zero_shot_head
 
     if data is None:
         raise UsageError(f"{clip.name}: no head was learned; name the classes with --data DATA")
     dataset = open_dataset(data, preferred=("test", "val", "train"))
-    head = zero_shot_head(clip, dataset.classes, dataset.templates, console.warn)
+    head = zero_shot_head(clip, dataset.classes, dataset.templates, warn)
     return head, dataset.classes
 
 

@@ -111,6 +111,15 @@ def _set_download(wanted: bool) -> None:
         os.environ["ATLAS_DOWNLOAD"] = "1"
 
 
+def _hide_downloads(quiet: bool) -> bool:
+    """Libraries that download look here before they show how far they are."""
+    if quiet:
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ[name] = "1"
+        os.environ["TQDM_DISABLE"] = "1"
+    return quiet
+
+
 DataRoot = Annotated[
     Path | None,
     typer.Option(
@@ -131,7 +140,10 @@ Download = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Nothing on stderr but errors.", callback=_hide_downloads),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also say what was decided, and why.")
 ]

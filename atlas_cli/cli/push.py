@@ -65,7 +65,8 @@ def push(
         for line in found.notes:
             console.note(line)
     if dry_run:
-        _show_files(found)
+        if not quiet:
+            _show_files(found)
         console.write(found.card)
         return
     if not quiet:

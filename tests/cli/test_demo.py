@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -13,7 +14,18 @@ from pathlib import Path
 import pytest
 from warm import atlas
 
-from atlas_cli.cli.demo_story import EXPERIMENTS, identity, sections, table
+from atlas_cli.cli.demo_run import Story
+from atlas_cli.cli.demo_story import (
+    EXPERIMENTS,
+    CommandLine,
+    Experiment,
+    Section,
+    drawing,
+    identity,
+    scores_file,
+    sections,
+    table,
+)
 
 COMMANDS = {"extract", "negate", "add", "fit", "tta", "merge", "eval"}
 
@@ -39,21 +51,71 @@ def test_no_line_takes_a_vector_of_the_task_that_it_is_tested_on() -> None:
 
 
 def test_the_table_holds_what_eval_printed() -> None:
-    def score(model: str, data: str, top1: float) -> dict[str, object]:
-        return {"model": model, "data": data, "top1": top1}
-
-    scores = {}
-    for experiment in EXPERIMENTS:
-        models = ["builtin:tiny", *(f"{run}_model" for run in experiment.runs)]
-        pairs = [(m, d) for m in models for d in experiment.tested]
-        results = [score(m, d, n + 1) for n, (m, d) in enumerate(pairs)]
-        scores[experiment.name] = {"results": results}
+    scores = {experiment.name: scores_of(experiment) for experiment in EXPERIMENTS}
     few, blind, forgotten, kept, together = table(scores)
     assert (few.zero_shot, few.uniform, few.learned) == (1, 2, 3)
     assert (blind.zero_shot, blind.uniform, blind.learned) == (1, 2, 3)
     assert (forgotten.zero_shot, forgotten.uniform, forgotten.learned) == (1, 3, 5)
     assert (kept.zero_shot, kept.uniform, kept.learned) == (2, 4, 6)
     assert (together.zero_shot, together.uniform, together.learned) == (2, 5, 8)
+
+
+def scores_of(experiment: Experiment) -> dict[str, object]:
+    """What eval prints of an experiment, with 1, 2, 3, ... for accuracies."""
+    models = ["builtin:tiny", *(f"{run}_model" for run in experiment.runs)]
+    pairs = [(model, data) for model in models for data in experiment.tested]
+    results = [{"model": m, "data": d, "top1": n + 1} for n, (m, d) in enumerate(pairs)]
+    return {"results": results}
+
+
+def test_lines_that_run_at_once_are_told_one_after_the_other() -> None:
+    first, second, third = (CommandLine(("eval", name), made=name) for name in ("a", "b", "c"))
+    told: list[str] = []
+    one, two = Section("one", (first, second)), Section("two", (third,))
+    story = Story([(one, first), (one, second), (two, third)], told.append)
+    story.begin(first)
+    story.begin(second)
+    story.end(second, "second says")
+    assert told == ["\n# one", "$ atlas eval a"]
+    story.begin(third)
+    story.end(first, "first says")
+    lines = [text for text in told[2:] if text]
+    assert lines == ["first says", "$ atlas eval b", "second says", "\n# two", "$ atlas eval c"]
+    story.end(third, "third says")
+    assert told[-1] == "third says"
+
+
+def test_a_line_that_fails_is_told_though_one_before_it_still_runs() -> None:
+    first, second = (CommandLine(("eval", name), made=name) for name in ("a", "b"))
+    told: list[str] = []
+    one = Section("one", (first, second))
+    story = Story([(one, first), (one, second)], told.append)
+    story.begin(first)
+    story.begin(second)
+    story.end(second, "it failed")
+    story.end_all()
+    assert told[-2:] == ["$ atlas eval b", "it failed"]
+
+
+def test_a_terminal_has_a_bar_and_quiet_has_the_table_alone(on_terminal, tmp_path: Path) -> None:
+    """Every command is done already, as after a kill at the very end."""
+    lines = [line for section in sections() for line in section.lines]
+    done = [str(line) for line in (*lines, *drawing("coefficients.png").lines)]
+    place = tmp_path / "d"
+    place.mkdir()
+    (place / "demo.json").write_text(json.dumps({"story": identity(), "done": done, "seconds": 1}))
+    for experiment in EXPERIMENTS:
+        (place / scores_file(experiment)).write_text(json.dumps(scores_of(experiment)))
+    for columns in (40, 80, 120):
+        shown = on_terminal("demo", "-o", place, columns=columns, COLUMNS="", NO_COLOR="1")
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+        assert (f"{len(lines)}/{len(lines)}" in plain) == (columns > 40)
+        assert "━" in plain
+        told = [row.strip() for row in plain.splitlines() if row.startswith("$ ")]
+        assert len(told) >= len(lines)
+    quiet = run("-o", str(place), "-q", cwd=tmp_path)
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert quiet.stdout.count("\n") == 6
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
