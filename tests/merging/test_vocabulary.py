@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_models import write_tokenizer
-from merge_runs import CONFIG, linear, llama, read_model, write_model
+from merge_runs import CONFIG, ROOMY, linear, llama, read_model, write_model
 
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merging.vocabulary import Vocabulary, align
@@ -163,3 +163,22 @@ def test_a_large_table_is_read_in_parts_that_are_the_whole():
     torch.testing.assert_close(whole[50:], stored.mean(0).expand(3, 3))
     parts = [found.span(start, min(start + 7, 159)) for start in range(0, 159, 7)]
     assert torch.equal(torch.cat(parts), whole.reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["stack", "tokenizers"])
+def test_a_recipe_for_language_models_runs_on_tiny_ones(call, tmp_path: Path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for number, (model, added) in enumerate({"chat": ["<|im_end|>"], "code": ["<fim>"]}.items()):
+        tensors = llama(number, layers=8)
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):  # a row for the further token
+            tensors[key] = torch.cat([tensors[key], torch.ones(1, 8)])
+        write_tokenizer(write_model(tmp_path / model, tensors), added, size=20)
+    recipe = Path(__file__).parents[2] / "recipes" / "language" / f"{name}.yaml"
+    assert f"#     atlas merge recipes/language/{name}.yaml -o merged\n" in recipe.read_text()
+    result = call("merge", recipe, "-o", "merged", *ROOMY)
+    assert result.code == 0, result.err
+    found = read_model(tmp_path / "merged")
+    assert len([key for key in found if key.endswith("q_proj.weight")]) == (
+        12 if name == "stack" else 8
+    )
+    assert len(found["lm_head.weight"]) == (21 if name == "stack" else 24)
