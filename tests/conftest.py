@@ -100,16 +100,17 @@ def own_surroundings(home: Path) -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Callable[..., Result]:
-    """Run atlas as a process of its own; `before` is called in a new one, without a warm start."""
+    """Run atlas as a process of its own, after `before`; `cold` is one without a warm start."""
 
     def run_atlas(
         *arguments: str | Path,
         stdin: str = "",
         before: Callable[[], None] | None = None,
+        cold: bool = False,
         **environment: str,
     ) -> Result:
         done = subprocess.run(
-            [*(warm.COLD if before else warm.atlas()), *map(str, arguments)],
+            [*(warm.COLD if cold else warm.atlas()), *map(str, arguments)],
             input=stdin,
             capture_output=True,
             text=True,

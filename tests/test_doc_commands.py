@@ -61,8 +61,8 @@ def blocks(page: Path) -> list[Block]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """That of the test, with an `atlas` and a `python` that are the ones being tested."""
     folder = tmp_path_factory.mktemp("bin")
-    # A budget counts what the process holds already, and a child of the warm server holds more.
-    cold = f'case " $* " in *" --memory "*) exec {shlex.join(COLD)} "$@";; esac\n'
+    # A merge's budget counts what the process holds already: a child of the warm server holds more.
+    cold = f'case " $* " in " merge "*" --memory "*) exec {shlex.join(COLD)} "$@";; esac\n'
     for name, first, command in (("atlas", cold, atlas()), ("python", "", [sys.executable])):
         script = folder / name
         script.write_text(f'#!/bin/sh\n{first}exec {shlex.join(command)} "$@"\n')

@@ -3,8 +3,8 @@
     subprocess.run([*atlas(), "eval", "builtin:tiny", ...])
 
 `atlas()` names a program, also for pipes in a shell, and starts the server when it is first
-called. The program passes its arguments, environment, folder, limits and open streams to the
-server, which forks a child that becomes the command through the same `run()` as the installed
+called. The program passes its arguments, environment, folder, limits, rights and open streams to
+the server, which forks a child that becomes the command through the same `run()` as the installed
 `atlas`. Signals go on to the child, and its exit code or the signal that ended it comes back. A
 child is killed when the program is, and every child when the server ends, which it does together
 with the tests.
@@ -30,6 +30,7 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,12 @@ streams = [number for number in (0, 1, 2) if is_open(number)]
 child, early = 0, []
 def forward(number, frame):
     os.kill(child, number) if child else early.append(number)
+def rights():
+    try:
+        with open("/proc/self/status") as status:
+            return int(status.read().partition("CapEff:")[2].split()[0], 16)
+    except OSError:
+        return None
 ignored = [number for number in (2, 15) if signal.getsignal(number) == signal.SIG_IGN]
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, forward)
@@ -75,6 +82,7 @@ asked = json.dumps({{
     "streams": streams,
     "limits": [resource.getrlimit(limit) for limit in LIMITS],
     "ignored": ignored,
+    "rights": rights(),
     "paths": [path for path in added.split(":") if path],
 }}).encode("utf-8", "surrogateescape")
 server = socket.socket(socket.AF_UNIX)
@@ -254,6 +262,7 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
         os.dup2(stream, number)
     os.closerange(3, 256)
     _open_streams(asked["streams"])
+    _take_rights(asked["rights"])
 
     from atlas_cli import __main__
 
@@ -268,6 +277,15 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         os._exit(1)
+
+
+def _take_rights(capabilities: int | None) -> None:
+    """Have the client's capabilities, which a test may have taken from it, and no others."""
+    if capabilities is not None:
+        low, high = capabilities & 0xFFFFFFFF, capabilities >> 32
+        version = struct.pack("Ii", 0x20080522, 0)
+        asked = struct.pack("6I", low, low, 0, high, high, 0)  # effective, permitted, inheritable
+        assert ctypes.CDLL(None).capset(version, asked) == 0
 
 
 def _open_streams(numbers: list[int]) -> None:

@@ -139,17 +139,17 @@ def test_the_recipe_merged_by_a_plain_sum_predicts_what_the_composed_model_does(
 
 @EVERY
 def test_the_same_seed_gives_the_same_bytes_with_one_thread_and_with_two(
-    run, world, tmp_path, command: str
+    call, run, world, tmp_path, command: str
 ):
-    results = []
-    for number, threads in enumerate(("1", "1", "2")):
-        folder = tmp_path / str(number)
-        results.append(run(*arguments(world, "-o", folder, "--threads", threads, command=command)))
-    assert len({result.out for result in results}) == 1
+    """In this process and in one of its own."""
+    outputs = []
+    for threads, runner in (("1", call), ("2", run)):
+        more = ("-o", tmp_path / threads, "--threads", threads)
+        outputs.append(runner(*arguments(world, *more, command=command)).out)
+    assert outputs[0] == outputs[1]
     for name in ("metrics.jsonl", "config.json", "coefficients.json"):
-        assert len({(tmp_path / str(n) / name).read_bytes() for n in range(3)}) == 1
-    other = run(*arguments(world, "--seed", "1", command=command))
-    assert other.out != results[0].out
+        assert len({(tmp_path / threads / name).read_bytes() for threads in "12"}) == 1
+    assert call(*arguments(world, "--seed", "1", command=command)).out not in ("", outputs[0])
 
 
 @pytest.mark.parametrize(
@@ -239,13 +239,13 @@ def test_every_way_to_select_learns_something(call, world, select: str):
 
 # Stopping and going on ------------------------------------------------------------------------
 
-LONG = ("--batch-size", "24", "--min-steps", "10")
+LONG = ("--batch-size", "12", "--min-steps", "5")
 
 
 def check_resumed(
     run: Callable[..., Result], world: Path, tmp_path: Path, times: int, command: str
 ) -> None:
-    given = arguments(world, *LONG, "--epochs", str(8 + 12 * times), command=command)
+    given = arguments(world, *LONG, "--epochs", str(12 * times), command=command)
     assert kill_and_resume(given, tmp_path / "killed", times) == times
     resumed = run(*given, "-o", tmp_path / "killed", "--resume")
     whole = run(*given, "-o", tmp_path / "whole")
@@ -277,7 +277,7 @@ def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(
     run, world, tmp_path, command: str
 ):
     folder = tmp_path / "run"
-    process = start(*arguments(world, *LONG, "--epochs", "400", "-o", folder, command=command))
+    process = start(*arguments(world, *LONG, "--epochs", "2000", "-o", folder, command=command))
     while not (folder / "state.safetensors").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -289,7 +289,7 @@ def test_an_interrupt_stops_after_the_step_and_keeps_the_best_so_far(
     assert yaml.safe_load(out)["merge_method"] == "atlas"
     assert out == (folder / "recipe.yaml").read_text()
     steps = len((folder / "metrics.jsonl").read_text().splitlines())
-    assert 0 < steps < 4000
+    assert 0 < steps < 2000 * 5
 
 
 @EVERY

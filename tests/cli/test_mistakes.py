@@ -129,8 +129,9 @@ def test_a_closed_stdout(tmp_path: Path):
 
 
 def test_a_reader_that_takes_one_line_of_many(tmp_path: Path):
-    arguments = " ".join(command("eval", "builtin:tiny", "--data", "builtin:all"))
-    script = f"set -o pipefail; {arguments} --shots 20 --quiet --predictions - | head -1"
+    """More lines than a pipe holds."""
+    arguments = " ".join(command("eval", "builtin:tiny", "--data", "builtin:digits"))
+    script = f"set -o pipefail; {arguments} --quiet --predictions - | head -1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     line = "atlas: error: stdout was closed before everything was written\n"
     assert (done.returncode, done.stderr) == (1, line)
@@ -201,7 +202,7 @@ def _wait_for(moment: str, process: subprocess.Popen[str]) -> None:
 
 
 def test_on_a_terminal_there_is_a_table_and_a_bar_and_in_a_pipe_neither(run, on_terminal):
-    shown = on_terminal("eval", "builtin:tiny", "--data", "builtin:digits", "--workers", "0")
+    shown = on_terminal("eval", "builtin:tiny", *DIGITS)
     assert "evaluating" in shown
     assert "top-1" in shown
     assert "─" in shown
@@ -211,7 +212,7 @@ def test_on_a_terminal_there_is_a_table_and_a_bar_and_in_a_pipe_neither(run, on_
 
 
 def test_no_color_takes_the_colours_away(on_terminal):
-    arguments = ("eval", "builtin:tiny", "--data", "builtin:digits", "--workers", "0")
+    arguments = ("eval", "builtin:tiny", *DIGITS)
     coloured = re.compile(r"\x1b\[(\d+;)*(3[0-7]|9[0-7]|38)")
     assert coloured.search(on_terminal(*arguments))
     assert not coloured.search(on_terminal(*arguments, NO_COLOR="1"))

@@ -200,6 +200,6 @@ def test_batches_shrink_when_memory_ends(tmp_path: Path, run):
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 
     small = run(*arguments, "20")
-    large = run(*arguments, "1000", before=limit)
+    large = run(*arguments, "1000", before=limit, cold=True)
     assert large.code == 0, large.err
     assert rows(large.out)[0]["top1"] == rows(small.out)[0]["top1"]

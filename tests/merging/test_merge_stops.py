@@ -25,12 +25,19 @@ from atlas_cli.merging.merge import check_target
 ROOMY = ("--memory", "8GB")
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models of 40 MB, with enough tensors to be caught in the middle of a merge."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_model(folder / f"m{n}", llama(n, layers=24, width=370)) for n in (1, 2)]
+
+
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A merge of two models of 40 MB, with enough tensors to be caught in the middle."""
+def recipe(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A merge of both."""
     monkeypatch.chdir(tmp_path)
-    for number in (1, 2):
-        write_model(tmp_path / f"m{number}", llama(number, layers=24, width=370))
+    for model in models:
+        shutil.copytree(model, tmp_path / model.name, copy_function=os.link)
     return write_recipe(tmp_path / "r.yaml", linear(1, 2, dtype="float32", out_dtype="bfloat16"))
 
 
