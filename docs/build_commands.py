@@ -5,9 +5,9 @@ python docs/build_commands.py
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 PAGE = Path(__file__).parent / "commands.md"
@@ -19,6 +19,7 @@ What `--help` prints. This page is written by `python docs/build_commands.py`.
 
 def page() -> str:
     """The text of docs/commands.md."""
+    os.environ["COLUMNS"] = "100"
     from atlas_cli.cli.app import list_commands
 
     names = [str(command.name) for command in list_commands().registered_commands]
@@ -28,14 +29,12 @@ def page() -> str:
 
 
 def _help(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "atlas_cli", *command, "--help"],
-        env=os.environ | {"COLUMNS": "100"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout
+    from atlas_cli.cli.app import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main([*command, "--help"])
+    assert code == 0, command
+    return printed.getvalue()
 
 
 if __name__ == "__main__":

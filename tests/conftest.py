@@ -8,8 +8,10 @@ import fcntl
 import gc
 import itertools
 import json
+import math
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import warm
 from PIL import Image
 
 TIMEOUT = 300  # seconds for another process; a busy machine may be ten times as slow as a quiet one
+LONGEST = 3600  # seconds of a test, after which it fails and ends what it has started
 
 # Small tensors gain nothing from several threads, and on a busy machine lose much to waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,8 +38,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_VERBOSITY": "error"}
 
 # The same examples in every run, however long each takes; -m slow tries more.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
-hypothesis.settings.register_profile("slow", deadline=None, max_examples=200)
+_patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", derandomize=True, max_examples=25, **_patient)
+hypothesis.settings.register_profile("slow", max_examples=200, **_patient)
 
 TINY_CONFIG = {
     "embed_dim": 32,
@@ -92,10 +96,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_surroundings(home: Path) -> Iterator[None]:
-    """Every test begins with an empty cache and leaves no process behind."""
+    """Every test begins with an empty cache, ends, and leaves no process behind."""
     os.environ["ATLAS_CACHE"] = str(home / f"cache{next(_NUMBERS)}")
+    signal.signal(signal.SIGALRM, _fail)
+    signal.alarm(LONGEST)
     yield
+    signal.alarm(0)
     warm.kill_started()
+
+
+def _fail(number: int, frame: object) -> None:
+    pytest.fail(f"still runs after {LONGEST} s")
 
 
 @pytest.fixture
@@ -138,11 +149,15 @@ def on_terminal() -> Callable[..., str]:
         )
         os.close(terminal)
         shown = b""
-        with contextlib.suppress(OSError):  # how the end of a terminal is told
-            while piece := os.read(reader, 65536):
-                shown += piece
-        os.close(reader)
-        assert process.wait() == 0, shown
+        try:
+            with contextlib.suppress(OSError):  # how the end of a terminal is told
+                while piece := os.read(reader, 65536):
+                    shown += piece
+            assert process.wait(TIMEOUT) == 0, shown
+        finally:
+            process.kill()
+            process.wait()
+            os.close(reader)
         return shown.decode()
 
     return show
@@ -185,9 +200,14 @@ def _respect_permissions() -> None:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
     """Run atlas within the test's own process: quicker, and the same code."""
+    from atlas_cli.cli import progress
     from atlas_cli.cli.app import main
+
+    monkeypatch.setattr(progress, "PAUSE", math.inf)  # as warm.py does
 
     def call_main(*arguments: str | Path) -> Result:
         capsys.readouterr()

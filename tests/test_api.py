@@ -113,6 +113,7 @@ def test_a_result_of_learning_is_merged_composed_and_scored(tmp_path: Path, call
         vectors=["builtin:letters"],
         shots=1,
         epochs=1,
+        batch_size=10,
         augment="none",
         output=tmp_path / "run",
     )

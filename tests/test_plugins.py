@@ -169,7 +169,7 @@ def test_the_example_of_the_docs_is_a_plugin(plugin):
 
 
 def fit(granularity: str, env: Environment) -> subprocess.CompletedProcess[str]:
-    quick = ("--shots", "1", "--epochs", "1", "--min-steps", "1", "--augment", "none", "--quiet")
+    quick = ("--shots", "1", "--epochs", "1", "--min-steps", "1", "--batch-size", "8", "--quiet")
     models = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
     return atlas("fit", "builtin:digits", *models, *quick, "--granularity", granularity, env=env)
 
@@ -218,7 +218,7 @@ MARGIN = """
 def learn(
     command: str, data: object, *more: str, env: Environment
 ) -> subprocess.CompletedProcess[str]:
-    quick = ("--epochs", "1", "--min-steps", "1", "--quiet")
+    quick = ("--epochs", "1", "--min-steps", "1", "--batch-size", "8", "--quiet")
     models = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
     return atlas(command, data, *models, *quick, *more, env=env)
 

@@ -38,7 +38,7 @@ def lines() -> list[str]:
     text = (
         "".join(blocks)
         .replace("--shots 16", "--shots 2")
-        .replace(" -o run ", " --epochs 1 -o run ")
+        .replace(" -o run ", " --epochs 1 --batch-size 16 -o run ")
     )
     return text.splitlines()
 

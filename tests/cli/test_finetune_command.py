@@ -88,7 +88,8 @@ def test_the_vector_is_the_one_that_extract_makes_of_the_folder(call, world, tmp
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_peft_loads_the_adapter_and_gives_the_features_of_the_model(call, world, tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     run = tmp_path / "run"
     result = call(*arguments(world, "-o", run, "--lora", "3", "--lr", "0.01"))
     assert result.out == f"{run / 'model'}\n{run / 'adapter'}\n"
@@ -177,7 +178,8 @@ def test_images_are_held_out_where_there_is_no_val_split(call, world, tmp_path):
 
 def test_a_model_of_transformers_gives_a_folder_of_open_clip(call, world, tmp_path):
     """Without moving anything, its features are those that transformers computes."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     tower |= {"num_attention_heads": 2, "hidden_act": "quick_gelu"}
     vision, text = {**tower, "image_size": 32, "patch_size": 16}, {**tower, "vocab_size": 49408}

@@ -72,7 +72,7 @@ def test_an_unknown_builtin(run):
 
 def test_an_argument_after_an_option_of_many_values_is_not_swallowed(call):
     """The last value is the argument's if that has none, which is said; weights are no data."""
-    base = ("--model", "builtin:tiny", "--shots", "1", "--epochs", "1", "--min-steps", "1")
+    base = ("--model", "builtin:tiny", "--shots", "1", "--epochs", "1", "--batch-size", "8")
     vectors = ("--vectors", "builtin:digits", "builtin:signs")
     first = call("fit", "builtin:terrain", *vectors, *base, "--quiet")
     last = call("fit", *base, *vectors, "builtin:terrain", "--quiet")

@@ -134,7 +134,7 @@ def test_a_merge_that_needs_more_vectors_is_refused_before_anything_is_learned(c
     assert refused.err == (
         "atlas: error: --compare model_stock: expected 2 or more vectors, found 1\n"
     )
-    assert call(*one, "multislerp", "--epochs", "1", "--min-steps", "1", "--quiet").code == 0
+    assert call(*one, "multislerp", *QUICK).code == 0
 
 
 def test_a_merge_in_the_table_is_the_merge_of_the_command(call, world, tmp_path: Path):  # noqa: F811

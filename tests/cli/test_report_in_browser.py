@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_images
+from conftest import TIMEOUT, write_images
 from learned_runs import learn, write_world
 
 CHROMIUM = os.environ.get("ATLAS_CHROMIUM")  # where it is set, a test that cannot run fails
@@ -77,7 +77,7 @@ def opened(browser: Browser, page: Path, profile: Path) -> Iterator[Any]:
     window = start(options, service)
     try:
         window.get(page.as_uri())
-        WebDriverWait(window, 60).until(lambda w: w.execute_script(DRAWN))
+        WebDriverWait(window, TIMEOUT).until(lambda w: w.execute_script(DRAWN))
         yield window
     finally:
         window.quit()

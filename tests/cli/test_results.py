@@ -81,7 +81,6 @@ def test_an_accuracy_is_in_percent_wherever_it_is_written(call, world, tmp_path)
 
 def test_every_chart_of_a_picture_has_its_own_legend(call, world, tmp_path):
     """Below it: above, a legend would stand over the title of its chart, or of another."""
-    pytest.importorskip("altair")
     folder = learn(world, "negate", tmp_path / "run", "--control", world / "others")
     assert call("inspect", folder, "--plot", tmp_path / "x.svg").code == 0
     root = ElementTree.parse(tmp_path / "x.svg").getroot()

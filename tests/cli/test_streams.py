@@ -82,7 +82,7 @@ def test_closed_streams_are_no_traceback_and_cost_no_result():
 def test_termination_is_one_line_and_leaves_nothing(tmp_path: Path):
     process = warm.start(
         *("fit", "builtin:digits", "--model", "builtin:tiny", "--vectors", "builtin:letters"),
-        *("--epochs", "1000", "-o", tmp_path / "run"),
+        *("--shots", "1", "--batch-size", "10", "--epochs", "10000", "-o", tmp_path / "run"),
     )
     while process.poll() is None and not (tmp_path / "run" / "state.safetensors").exists():
         time.sleep(0.01)

@@ -208,7 +208,7 @@ def test_bytes_are_those_of_the_tensors():
 # Norms and errors -----------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 5000), st.floats(1e-30, 1e30))
 def test_a_norm_is_that_of_float64(length: int, size: float):
     values = size * torch.randn(length, generator=torch.Generator().manual_seed(length))

@@ -94,7 +94,7 @@ def factors(draw: st.DrawFn) -> Factors:
     return Factors((rows, columns), tuple(parts))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(factors(), factors())
 def test_factors_measure_as_their_product_does(left: Factors, right: Factors):
     singular, wanted = storage.singular_values(left), by_numpy(left)

@@ -112,20 +112,24 @@ def test_shots_read_no_more_of_ten_thousand_images_than_they_need(hub: Hub, open
     """Labels decide which row groups are read: few if they are mixed, one per class if sorted."""
     images = [coloured(label) for label in range(10)]
     mixed = np.random.default_rng(0).integers(0, 10, 10_000).tolist()
-    for name, labels, groups in (("mixed", mixed, 3), ("sorted", sorted(mixed), 14)):
+    kinds = {"mixed": (mixed, 3), "sorted": (sorted(mixed), 14)}
+    sizes = {}
+    for name, (labels, _) in kinds.items():
         content = parquet([images[label] for label in labels], labels, DIGITS)
-        hub.add(f"datasets/owner/{name}", {FILE: content})
-        asked = (f"hf:owner/{name}", {"split": "train", "shots": 4})
-        (found,) = opened(asked)
-        assert counted(found) == [4] * 10
-        group = len(content) / 100  # bytes of a row group; the rest is labels and the file's end
-        assert bytes_read(hub) < groups * group + 200_000
-        assert bytes_read(hub) < len(content) / 4
-        # What was fetched is kept: nothing of the file is read again, also without a network.
-        hub.requests.clear()
-        assert opened(asked) == [found]
-        assert hub.gets(FILE) == []
-    assert opened(asked, HF_HUB_OFFLINE="1") == [found]
+        hub.add(f"datasets/owner/{name}", {f"{name}/{FILE}": content})
+        sizes[name] = len(content)
+    asked = [(f"hf:owner/{name}", {"split": "train", "shots": 4}) for name in kinds]
+    found = opened(*asked)
+    for one, (name, (_, groups)) in zip(found, kinds.items(), strict=True):
+        assert counted(one) == [4] * 10
+        group = sizes[name] / 100  # bytes of a row group; the rest is labels and the file's end
+        assert 0 < bytes_read(hub, f"{name}/{FILE}") < groups * group + 200_000
+        assert bytes_read(hub, f"{name}/{FILE}") < sizes[name] / 4
+    # What was fetched is kept: nothing of the files is read again, also without a network.
+    hub.requests.clear()
+    assert opened(*asked) == found
+    assert hub.gets(FILE) == []
+    assert opened(*asked, HF_HUB_OFFLINE="1") == found
 
 
 def test_fewer_shots_are_a_subset_of_more_and_the_seed_decides_which(hub: Hub, opened):

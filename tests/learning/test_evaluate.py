@@ -97,14 +97,14 @@ def test_batch_size_and_workers_change_no_prediction(tmp_path: Path, call):
     for size, workers in ((1, 0), (7, 1), (64, 2)):
         files.append(tmp_path / f"{size}.jsonl")
         result = call(
-            *("eval", "builtin:tiny", "--data", *TASKS, "--shots", "2"),
+            *("eval", "builtin:tiny", "--data", *TASKS[:3], "--shots", "4"),
             *("--batch-size", str(size), "--workers", str(workers), "--predictions", files[-1]),
         )
         assert result.code == 0, result.err
     first, *others = [
         [json.loads(line)["top5"] for line in file.read_text().splitlines()] for file in files
     ]
-    assert len(first) > 200
+    assert len(first) > 100
     assert all(other == first for other in others)
 
 

@@ -107,7 +107,8 @@ def test_a_linearised_tower_runs_the_expansion_at_the_base(world: Path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_gradient_of_factors_is_the_one_of_peft(world: Path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = opened(world / "base").requires_grad_(False)
     images, _ = read_split(world / "pets", "val")
     factors, pairs = start_factors(model, 2, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composing import compose
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batches import HEAD, colours, folder, model, random, shown, shuffled, tower_of  # noqa: F401
 from torch.func import functional_call
@@ -157,7 +157,6 @@ def test_more_tasks_than_images_in_a_batch_give_one_image_each(model, folder: Pa
 accuracies = st.floats(0, 1)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(accuracies, min_size=4, max_size=4), accuracies, accuracies, st.floats(0.01, 1.5))
 def test_forgetting_is_valid_only_if_the_control_holds_and_the_targets_fall(
     targets: list[float], control: float, zero_shot: float, keep: float
@@ -201,7 +200,7 @@ def negation(
     )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 999),
     rate=st.floats(0.01, 2.0),

@@ -400,20 +400,19 @@ def test_a_folder_that_is_gone_is_one_clear_error(tmp_path: Path):
 
 def test_a_second_run_does_not_write_the_folder_of_the_first(call, tmp_path: Path):
     given = ("--model", "builtin:tiny", "--vectors", "builtin:letters", "--shots", "1")
-    first = warm.start("fit", "builtin:digits", *given, "--epochs", "400", "-o", tmp_path / "run")
+    given += ("--batch-size", "10", "--epochs")
+    first = warm.start("fit", "builtin:digits", *given, "10000", "-o", tmp_path / "run")
     while first.poll() is None and not (tmp_path / "run" / "state.safetensors").exists():
         time.sleep(0.01)
     for more in ((), ("--force",), ("--resume",)):
-        result = call("fit", "builtin:digits", *given, "-o", tmp_path / "run", *more)
+        result = call("fit", "builtin:digits", *given, "1", "-o", tmp_path / "run", *more)
         assert (result.code, len(result.error_lines)) == (1, 1), result.err
         assert (
             f"process {(tmp_path / 'run' / '.atlas.lock').read_text().split()[0]} on" in result.err
         )
     first.kill()
     first.communicate()
-    result = call(
-        "fit", "builtin:digits", *given, "--epochs", "1", "-o", tmp_path / "run", "--force"
-    )
+    result = call("fit", "builtin:digits", *given, "1", "-o", tmp_path / "run", "--force")
     assert result.code == 0, result.err  # the lock of a process that has ended is stale
     assert not (tmp_path / "run" / ".atlas.lock").exists()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 10

@@ -47,7 +47,7 @@ def test_a_cut_has_its_rank_before_it(dtype: torch.dtype, levels: int):
         assert not chosen[order[rank:]][values[order[rank:]] != 0].any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=60),
     st.integers(1, 20),

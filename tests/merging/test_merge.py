@@ -212,11 +212,11 @@ def test_a_budget_that_is_too_small_says_what_is_needed(refused):
 def test_peak_memory_stays_within_the_budget_for_one_large_tensor(
     run_python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A tensor of 400 MB in each of two models, with 400 MB for everything, torch included."""
+    """A tensor of 200 MB in each of two models, with 400 MB for everything, torch included."""
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
         (tmp_path / f"m{number}").mkdir()
-        values = torch.full((50_000, 4096), float(number), dtype=torch.bfloat16)
+        values = torch.full((25_000, 4096), float(number), dtype=torch.bfloat16)
         save_file({"w": values}, tmp_path / f"m{number}" / "model.safetensors")
     path = write_recipe(tmp_path / "r.yaml", linear(1, 1))
     code = (

@@ -317,6 +317,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", ["before", "while writing"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     call, recipe: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, noticed: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from atlas_cli.models.open_clip_import import import_open_clip
 from atlas_cli.sources.locate import locate, parse_reference
 
 import_open_clip()  # mends torchvision, which transformers imports too
-transformers = pytest.importorskip("transformers")
+transformers = importlib.import_module("transformers")
 IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
 PROCESSOR = {
     "image_mean": HALF["mean"],

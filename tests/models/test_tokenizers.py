@@ -12,8 +12,6 @@ from atlas_cli.errors import AtlasError
 from atlas_cli.models.clip import open_model
 from atlas_cli.sources.locate import builtin_model, locate, parse_reference
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from atlas_cli.vectors.differences import Choice
 from atlas_cli.vectors.format import open_vector
 
 import_open_clip()  # mends torchvision, which transformers imports too
-transformers = pytest.importorskip("transformers")
+transformers = importlib.import_module("transformers")
 Tensors = dict[str, torch.Tensor]
 
 

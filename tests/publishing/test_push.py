@@ -19,7 +19,7 @@ from uploads import UploadHub
 
 from atlas_cli.sources.locate import builtin_model
 
-FIT = ("builtin:house_numbers", "--shots", 1, "--epochs", 1, "--augment", "none")
+FIT = ("builtin:house_numbers", "--shots", 1, "--epochs", 1, "--batch-size", 10)
 EVAL = ("--data", "builtin:digits", "--shots", 5, "--json")
 
 

@@ -116,13 +116,11 @@ def test_the_recipe_of_fine_tuning_runs(call, tmp_path: Path):
         ("tta", "tta", ("--split", "val")),
     ],
 )
-def test_a_recipe_of_learning_runs(
-    call, tmp_path: Path, command: str, recipe: str, quick: tuple[str, ...]
-):
+def test_a_recipe_of_learning_runs(call, command: str, recipe: str, quick: tuple[str, ...]):
     """With fewer steps than it asks for."""
     path = ROOT / "recipes" / f"{recipe}.yaml"
     steps = ("--epochs", "1", "--min-steps", "2", "--batch-size", "16")
-    result = call(command, path, *quick, *steps, "-o", tmp_path / "run", "--quiet")
+    result = call(command, path, *quick, *steps, "--quiet")
     assert result.code == 0 or "nothing lowered" in result.err, result.err
     assert read_recipe(LearnedRecipe, result.out).base_model == "builtin:tiny"
 

@@ -60,7 +60,7 @@ def test_a_saved_sum_is_a_vector_that_commands_take(call, tmp_path: Path):
     assert (shown.code, shown.err) == (0, "")
     assert '"reference": "0.5 * digits + 0.5 * signs"' in shown.out
     learned = call(
-        *("fit", "builtin:letters", "--shots", "1", "--epochs", "1", "--augment", "none"),
+        *("fit", "builtin:letters", "--shots", "1", "--epochs", "1", "--batch-size", "16"),
         *("--model", "builtin:tiny", "--vectors", path),
     )
     assert learned.code == 0

@@ -82,7 +82,7 @@ def online(hub: Hub, run, tmp_path: Path) -> Callable[..., Result]:
 def fit(models: Models, *vectors: str, base: str = BASE) -> list[str]:
     return [
         *("fit", str(models.photos), "--model", base, "--epochs", "1", "--min-steps", "1"),
-        *("--augment", "none", "--vectors", *vectors),
+        *("--batch-size", "4", "--augment", "none", "--vectors", *vectors),
     ]
 
 
@@ -308,6 +308,7 @@ def test_a_connection_that_is_cut_leaves_what_was_made_and_goes_on(
     assert sizes(tmp_path / "atlas" / "downloads") == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_next_run_goes_on(
     hub: Hub, online, models: Models, tmp_path: Path
 ):
