@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def write_adapter(model: Any, folder: Path) -> Path:
     vision = _inner(_vision(model))
     with warnings.catch_warnings(action="ignore"):  # of what peft calls and transformers gives up
         adapt(vision, folder, r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+    return folder
+
+
+def write_open_clip(base: Path, weights: Path, folder: Path) -> Path:
+    """open_clip_config.json and open_clip_model.safetensors, as open_clip pushes them."""
+    from atlas_cli.models.clip import read_blueprint
+    from atlas_cli.sources.locate import locate, parse_reference
+
+    found = read_blueprint(locate(parse_reference(str(base))))
+    folder.mkdir()
+    config = {"model_cfg": found.model, "preprocess_cfg": found.preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in torch.load(weights).items()}
+    save_file(tensors, folder / "open_clip_model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -106,7 +106,7 @@ def read_card(text: str) -> Card:
 def on_hub(reference: str) -> str | None:
     """The repository that a model reference means on the Hub, if it is there."""
     try:
-        found = parse_reference(reference.rpartition("+")[0] or reference)
+        found = parse_reference(reference)
     except UsageError:
         return None  # a folder that was there once
     if found.kind == "hub":

@@ -18,7 +18,7 @@ from atlas_cli.io.checkpoint import WORDS, header_text, open_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.merging.provenance import Located
 from atlas_cli.merging.segments import Resolved, Segment
-from atlas_cli.models.adapters import adapted
+from atlas_cli.models.adapters import add_adapter
 from atlas_cli.models.clip import HEAD
 from atlas_cli.models.folders import companion_files, has_factors, is_adapter, plain, renamed
 from atlas_cli.models.heads import SavedHead
@@ -96,7 +96,7 @@ def _opened(reference: str, located: Located) -> LazyTensors:
 def _adapted(tensors: LazyTensors, located: Located) -> LazyTensors:
     if located.adapter is None:
         return tensors
-    return adapted(tensors, located.adapter, open_tensors(located.adapter.weights))
+    return add_adapter(tensors, located.adapter)
 
 
 # Files ----------------------------------------------------------------------------------------

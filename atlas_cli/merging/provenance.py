@@ -46,14 +46,11 @@ def tokenizer_of(reference: str) -> str:
 
 def locate_inputs(merge: Merge) -> dict[str, Located]:
     """Find the files behind every reference, and download them if need be."""
-    from atlas_cli.recipes.merge import split_adapter
-
     found = {}
     for reference in merge.references:
-        model, adapter = split_adapter(reference)
         companions = COMPANION_FILES if reference == merge.layout else ()
-        added = locate(parse_reference(adapter)) if adapter else None
-        found[reference] = Located(locate(parse_reference(model), companions), added)
+        source = locate(parse_reference(reference), companions)
+        found[reference] = Located(source, source.adapter)
     return found | _tokenizers(merge)
 
 

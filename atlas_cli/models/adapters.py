@@ -6,6 +6,7 @@ embeddings), which take the place of the model's, and the magnitudes of DoRA.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -17,9 +18,9 @@ import torch
 
 from atlas_cli.core.storage import Factors
 from atlas_cli.errors import CheckpointError, MismatchError
-from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.checkpoint import open_tensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
 from atlas_cli.models import tensor_names
-from atlas_cli.models.folders import unwrapped
 from atlas_cli.models.lora import block_of_module, factor_of, open_adapter
 from atlas_cli.sources.locate import Source
 
@@ -78,6 +79,18 @@ def lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
+def add_adapter(tensors: LazyTensors, source: Source) -> LazyTensors:
+    """The tensors of MODEL+ADAPTER. Raises MismatchError for what is no adapter of the model."""
+    raw = open_tensors(source.weights)
+    if not any(factor_of(name) for name in raw) and not _has_settings(source):
+        raise MismatchError(f"{source.reference.text}: is no LoRA adapter that can follow a +")
+    return adapted(tensors, source, raw)
+
+
+def _has_settings(source: Source) -> bool:
+    return source.weights[0].name.startswith("adapter_model.")
+
+
 def adapted(tensors: LazyTensors, source: Source, raw: LazyTensors) -> LazyTensors:
     """base + B A, in the dtype of the base, for every tensor that the adapter changes.
 
@@ -90,7 +103,7 @@ def adapted(tensors: LazyTensors, source: Source, raw: LazyTensors) -> LazyTenso
     parts = parts_of(raw)
     whole = {}
     for name, tensor in parts.whole.items():
-        inner = unwrapped(name)
+        inner = _place_of_whole(unwrapped(name), base)
         if inner not in base or base[inner].shape != tensor.shape:
             raise MismatchError(f"{where}: {name} has no place in the model, so it is not applied")
         whole[inner] = _as(tensor, base[inner].dtype)
@@ -104,6 +117,15 @@ def adapted(tensors: LazyTensors, source: Source, raw: LazyTensors) -> LazyTenso
         name: _plus(base[name], read, lengths.get(name, [])) for name, read in blocks.items()
     }
     return {**tensors, **{plainly[name]: one for name, one in (whole | changed).items()}}
+
+
+def _place_of_whole(name: str, base: LazyTensors) -> str:
+    """The tensor of the model that a whole one takes the place of, under the model's name."""
+    if name not in base and any(name.endswith(end) for end in (".weight", ".bias")):
+        with contextlib.suppress(MismatchError):
+            found, part = tensor_names.place_of(name)
+            return name if part else found
+    return name
 
 
 def _rows(module: str, magnitude: LazyTensor, base: LazyTensors, where: str) -> tuple[str, int]:

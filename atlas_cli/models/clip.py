@@ -66,7 +66,7 @@ class Clip:
     def has_head(self) -> bool:
         """Whether a learned head lies beside the model."""
         named = self.source.reference.kind in ("path", "hub")
-        return named and (self.source.folder / HEAD).is_file()
+        return named and not self.source.adapter and (self.source.folder / HEAD).is_file()
 
 
 @dataclass(frozen=True)

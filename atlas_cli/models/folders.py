@@ -14,13 +14,12 @@ from typing import Any
 from atlas_cli.errors import CheckpointError
 from atlas_cli.io.checkpoint import open_tensors
 from atlas_cli.io.files import copy_file, copy_folder, inside, is_plain
-from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
 from atlas_cli.models.tensor_names import piece, place_of, to_open_clip
 from atlas_cli.sources.locate import Source, read_object
 from atlas_cli.sources.model_files import COMPANION_FILES
 
 CONFIG = "open_clip_config.json"
-_WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
 MASKS = ("attn_mask", "position_ids")
 INFORMATION = ("input_resolution", "context_length", "vocab_size")
 _FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)")
@@ -29,8 +28,16 @@ _FACTOR = re.compile(r"[._]lora[._]?(A|B|up|down|embedding_A|embedding_B)(\.|$)"
 
 
 def read_tensors(source: Source, allow: Collection[str] = ()) -> dict[str, LazyTensor]:
-    """The tensors of a source under open_clip's names (`visual.*` for the image tower)."""
-    return normalised(open_tensors(source.weights, allow), source.reference.text)
+    """The tensors of a source under open_clip's names (`visual.*` for the image tower).
+
+    Those of MODEL+ADAPTER hold what the adapter adds.
+    """
+    tensors = normalised(open_tensors(source.weights, allow), source.reference.text)
+    if source.adapter is None:
+        return tensors
+    from atlas_cli.models.adapters import add_adapter  # most models come without one
+
+    return dict(add_adapter(tensors, source.adapter))
 
 
 def normalised(tensors: LazyTensors, where: str) -> dict[str, LazyTensor]:
@@ -52,13 +59,6 @@ def normalised(tensors: LazyTensors, where: str) -> dict[str, LazyTensor]:
 def _is_passing(name: str) -> bool:
     """Whether a tensor is no part of the model: a mask, a size, a constant of a script."""
     return name.endswith(MASKS) or name in INFORMATION or name.startswith("CONSTANTS.")
-
-
-def unwrapped(name: str) -> str:
-    """A name without the prefixes that training wrappers put before it."""
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name
 
 
 def has_text(tensors: LazyTensors) -> bool:

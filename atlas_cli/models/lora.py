@@ -15,9 +15,8 @@ from typing import Any
 from atlas_cli.core.patterns import find_pattern
 from atlas_cli.core.storage import BlockPart, Factors
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
-from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
 from atlas_cli.models import tensor_names
-from atlas_cli.models.folders import unwrapped
 from atlas_cli.sources.locate import Source
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -196,8 +195,9 @@ def block_of_module(module: str, base: LazyTensors) -> tuple[str, str]:
     """The tensor of `base` that is a module's weight, and which part of it."""
     if f"{module}.in_proj_weight" in base:  # open_clip's attention, adapted as a whole
         return f"{module}.in_proj_weight", ""
-    if f"{module}.weight" in base:
-        return f"{module}.weight", ""
+    for name in (f"{module}.weight", f"vision_model.{module}.weight"):  # of an image tower alone
+        if name in base:
+            return name, ""
     return tensor_names.place_of(f"{module}.weight")
 
 

@@ -30,12 +30,11 @@ from atlas_cli.sources.model_files import (
 )
 from atlas_cli.sources.open_clip_table import open_clip_tags
 from atlas_cli.sources.reference import (
-    PLAIN_STEM,
     Reference,
     hub_address,
+    name_of,
     parse_hub,
     parse_published,
-    published_name,
 )
 from atlas_cli.sources.zoo import ZOO, find_entries
 
@@ -54,6 +53,11 @@ _LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model h
 
 def parse_reference(text: str) -> Reference:
     """Understand a model reference. Opens nothing; raises UsageError for what cannot be one."""
+    model, plus, adapter = text.rpartition("+")
+    if plus and not Path(text).expanduser().exists():  # a path may have a + in it
+        if not (model and adapter):
+            raise UsageError(f"'{text}': expected MODEL+ADAPTER")
+        return replace(parse_reference(model), text=text, adapter=parse_reference(adapter))
     scheme, _, rest = text.partition(":")
     if scheme == "builtin":
         if rest in BUILTIN_VECTORS:
@@ -115,12 +119,26 @@ def vector_file(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """The local files behind a reference. `commit` is known for sources on the Hub."""
+    """The local files behind a reference. `commit` is known for sources on the Hub.
+
+    `adapter` is what MODEL+ADAPTER adds to the weights; all else is the model's.
+    """
 
     reference: Reference
     folder: Path
     weights: tuple[Path, ...]
     commit: str | None = None
+    adapter: Source | None = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """All files that decide the values of the tensors; those of an adapter begin with +."""
+        found = {path.name: path for path in self.weights}
+        if self.adapter:
+            settings = self.adapter.folder / "adapter_config.json"
+            added = [*self.adapter.weights, *([settings] if settings.is_file() else [])]
+            found |= {f"+{path.name}": path for path in added}
+        return found
 
     @property
     def size(self) -> int:
@@ -136,7 +154,7 @@ class Source:
 
     def provenance(self) -> dict[str, object]:
         """Where the weights came from, exactly: reference, commit, and sha256 of every file."""
-        hashes = {path.name: digest_of(path, "sha256") for path in self.weights}
+        hashes = {name: digest_of(path, "sha256") for name, path in self.files.items()}
         return {"reference": self.reference.text, "commit": self.commit, "sha256": hashes}
 
 
@@ -145,6 +163,9 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
 
     `beside` are patterns of further files to download, where a repository has them.
     """
+    if reference.adapter:
+        model = locate(replace(reference, adapter=None), beside)
+        return replace(model, reference=reference, adapter=locate(reference.adapter))
     match reference.kind:
         case "builtin":
             return _in_folder(reference, builtin_model(reference.name))
@@ -287,14 +308,11 @@ def check_vectors(texts: Sequence[str]) -> None:
 
 def source_problems(kind: Literal["model", "vector"], text: str) -> list[str]:
     """What is wrong with a reference to a model, or MODEL+ADAPTER, or to a task vector."""
-    problems = []
-    parts = [text] if kind == "vector" or Path(text).exists() else text.rsplit("+", 1)
-    for part in parts:  # a path may have a + in it
-        try:
-            check_vectors([part]) if kind == "vector" else parse_reference(part)
-        except UsageError as problem:
-            problems.append(str(problem))
-    return problems
+    try:
+        check_vectors([text]) if kind == "vector" else parse_reference(text)
+    except UsageError as problem:
+        return [str(problem)]
+    return []
 
 
 def name_vectors(texts: Sequence[str], tell: Tell = lambda text: None) -> list[VectorName]:
@@ -311,6 +329,9 @@ def _listed(text: str, tell: Tell) -> Iterator[VectorName]:
 
 
 def _named(text: str, *, ask: bool) -> Iterator[VectorName]:
+    adapter = text.rpartition("+")[2]
+    if adapter != text and not Path(text).expanduser().exists():
+        raise UsageError(f"{text}: an adapter is a task vector by itself; name {adapter} alone")
     if is_of_zoo(text):
         entries = find_entries(text)
         group = text if len(entries) > 1 else None
@@ -373,13 +394,3 @@ def _within(reference: Reference, file: str, *, group: str | None) -> VectorName
     path, at, revision = reference.text.partition("@")
     one = replace(reference, text=f"{path.rstrip('/')}/{file}{at}{revision}", file=file)
     return VectorName(one.text, name_of(one), one, group)
-
-
-def name_of(reference: Reference) -> str:
-    """A name for a vector, from what its model is called."""
-    if reference.kind != "path":
-        return published_name(reference)
-    path = Path(reference.name).resolve()
-    if path.is_dir():
-        return path.name
-    return path.parent.name if PLAIN_STEM.fullmatch(path.stem) and path.parent.name else path.stem

@@ -17,7 +17,7 @@ from atlas_cli.sources.open_clip_table import open_clip_repository, open_clip_ta
 Kind = Literal["builtin", "path", "open_clip", "hub"]
 GRAMMAR = (
     "builtin:tiny, ARCHITECTURE/TAG or ARCHITECTURE,TAG of open_clip, "
-    "OWNER/NAME[/FILE][@REVISION] on the Hub, a folder or a weight file"
+    "OWNER/NAME[/FILE][@REVISION] on the Hub, a folder or a weight file, each with +ADAPTER or not"
 )
 # File names that say nothing of the task; their folder does.
 PLAIN_STEM = re.compile(
@@ -36,6 +36,7 @@ class Reference:
     file: str | None = None
     tag: str | None = None
     revision: str | None = None
+    adapter: Reference | None = None  # added to the weights, for MODEL+ADAPTER
 
 
 def parse_published(text: str) -> Reference:
@@ -89,7 +90,7 @@ def hub_address(reference: Reference) -> tuple[str, str | None]:
     return f"{owner}/{name}", file or None
 
 
-def published_name(reference: Reference) -> str:
+def _published_name(reference: Reference) -> str:
     """A name for a published model, from what it is called."""
     if reference.kind == "open_clip":
         return f"{reference.name}-{reference.tag}"
@@ -98,3 +99,15 @@ def published_name(reference: Reference) -> str:
         return name
     file = Path(reference.file)
     return file.parent.name or name if PLAIN_STEM.fullmatch(file.stem) else file.stem
+
+
+def name_of(reference: Reference) -> str:
+    """A name for a vector, from what its model, or the adapter added to it, is called."""
+    if reference.adapter:
+        return name_of(reference.adapter)
+    if reference.kind != "path":
+        return _published_name(reference)
+    path = Path(reference.name).resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name if PLAIN_STEM.fullmatch(path.stem) and path.parent.name else path.stem

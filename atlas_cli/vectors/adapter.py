@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from atlas_cli.core.storage import leading_factors
-from atlas_cli.errors import AtlasError, CheckpointError, MismatchError
+from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_tensors, write_tensors
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models.adapters import lora_settings
@@ -129,6 +129,8 @@ def open_pair(
     theta = plain(open_tensors(base.weights, choice.allow), base.reference.text)
     raw = open_tensors(finetuned.weights, choice.allow)
     where = finetuned.reference.text
+    if base.adapter or finetuned.adapter:
+        raise UsageError(f"{where}: an adapter is extracted from whole models, not from a sum")
     if has_factors(raw) or has_factors(theta):
         raise CheckpointError(f"{where}: an adapter is extracted from whole models, not from LoRA")
     tuned = renamed(raw, theta, where)

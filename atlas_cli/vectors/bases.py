@@ -126,5 +126,5 @@ def open_base(
     if not blocks or tensors.keys() <= {"weight", "bias"}:
         where = source.reference.text
         raise MismatchError(f"{where}: is no CLIP model with tensors of scope {scope}")
-    hashes = BlockHashes(source.weights, scope, blocks.keys())
+    hashes = BlockHashes([*source.files.values()], scope, blocks.keys())
     return Base(source, scope, tensors, blocks, read_architecture(source, architecture), hashes)

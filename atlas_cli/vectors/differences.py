@@ -14,7 +14,13 @@ from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_tensors, read_metadata
 from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
-from atlas_cli.models.folders import has_text, is_adapter, is_transformers, normalised
+from atlas_cli.models.folders import (
+    has_text,
+    is_adapter,
+    is_transformers,
+    normalised,
+    read_tensors,
+)
 from atlas_cli.models.linearised import is_linearised, open_linearised
 from atlas_cli.models.lora import is_lora_torch, open_adapter, open_lora_torch
 from atlas_cli.models.tensor_names import THIRDS
@@ -59,6 +65,8 @@ def open_difference(source: Source, base: LazyTensors, choice: Choice) -> Differ
     if "atlas" in read_metadata(source.weights[0]):
         return _of_vector(source, choice)
     where = source.reference.text
+    if source.adapter:
+        return _of_model(where, read_tensors(source, choice.allow), base, choice)
     raw = open_tensors(source.weights, choice.allow)
     if raw.keys() <= {"weight", "bias"}:
         raise CheckpointError(f"{where}: is a classification head (weight, bias), not a model")

@@ -58,7 +58,7 @@ def promised(
 
 
 def _unhashed(source: Source) -> dict[str, Any]:
-    hashes = {path.name: "0" * 64 for path in source.weights}
+    hashes = dict.fromkeys(source.files, "0" * 64)
     return {"reference": source.reference.text, "commit": source.commit, "sha256": hashes}
 
 

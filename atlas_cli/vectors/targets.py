@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UsageError, nearest
-from atlas_cli.sources.locate import Source, check_architecture, locate, name_of, parse_reference
+from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
 from atlas_cli.sources.model_files import WEIGHT_SUFFIXES
-from atlas_cli.sources.reference import Reference
+from atlas_cli.sources.reference import Reference, name_of
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def check_targets(targets: Sequence[VectorTarget], *, force: bool) -> None:
 
 def check_inputs(targets: Sequence[VectorTarget], sources: Sequence[Source]) -> None:
     """Raise if a target is one of the files that are read."""
-    inputs = {path.resolve() for source in sources for path in source.weights}
+    inputs = {path.resolve() for source in sources for path in source.files.values()}
     for target in targets:
         if target.path is not None and target.path.resolve() in inputs:
             raise UsageError(f"{target.path}: is one of the inputs; write to another file")

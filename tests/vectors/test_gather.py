@@ -24,6 +24,7 @@ from published import (
     tuned,
     write_adapter,
     write_base,
+    write_open_clip,
     write_vision,
 )
 
@@ -179,21 +180,31 @@ def test_folders_files_adapters_and_published_vectors_are_vectors_too(
     vector = tmp_path / "cars.safetensors"
     assert online("extract", models.base, models.tasks["stanford-cars"], "-o", vector).code == 0
     hub.add("me/cars-vector", {"cars.safetensors": vector.read_bytes(), "README.md": b"# Cars"})
+    hub.add("me/open-clip-food", write_open_clip(models.base, models.full, tmp_path / "food"))
     given = [
         *(str(models.tasks["svhn"]), str(models.tasks["gtsrb"] / "model.safetensors")),
         *(str(models.adapter), LORA.format("mnist"), "hf://me/cars-vector"),
         *("zoo:vit-b-32/mar8/DTD", "tanganke/clip-vit-base-patch32_eurosat"),
+        "me/open-clip-food",
     ]
     result = online(*fit(models, *given))
     assert result.code == 0, result.err
     entries = {one["name"]: one for one in yaml.safe_load(result.out)["vectors"]}
     adapter = LORA.format("mnist").partition("/")[2]
     wanted = ["svhn", "gtsrb", "adapter", adapter, "stanford-cars", "DTD", "eurosat"]
+    wanted.append("open-clip-food")
     assert list(entries) == wanted
     assert "storage" not in entries["stanford-cars"]  # it was a vector already
     assert entries["DTD"]["file"].startswith(
         "merge-and-rebase/vision8-checkpoints/finetune/ViT-B-32/openai/DTD/full.pt@"
     )
+    # The same weights as a pickle of a state dict and as a folder of open_clip: the same vector.
+    same = [
+        open_checked(next((tmp_path / "atlas" / "vectors").rglob(f"{name}-*.safetensors")))
+        for name in ("DTD", "open-clip-food")
+    ]
+    assert same[0].names == same[1].names
+    assert all(torch.equal(same[0].values(n), same[1].values(n)) for n in same[0].names)
     cached = list((tmp_path / "atlas" / "vectors").rglob("adapter-*.safetensors"))
     assert {info.storage for info in open_checked(cached[0]).header.blocks} == {"factors"}
 
