@@ -216,7 +216,7 @@ def _with_text_of(
 
 def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     """An open_clip model with untrained weights, and its evaluation transform."""
-    from atlas_cli.models.open_clip_import import open_clip  # slow to import
+    from atlas_cli.models.open_clip_import import check_tower_size, open_clip  # slow to import
 
     model = with_local_text(blueprint.model, blueprint.folder)
     text = model["text_cfg"]
@@ -234,6 +234,7 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
             raise CheckpointError(
                 f"open_clip cannot build this architecture: {reason}"
             ) from problem
+    check_tower_size(module, model["vision_cfg"].get("image_size", 224))
     return module, transform
 
 

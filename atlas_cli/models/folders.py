@@ -390,4 +390,10 @@ def with_local_text(model: Mapping[str, Any], folder: Path | None) -> dict[str, 
     for key in _TEXT_FOLDERS:
         if folder and (found := text_folder(folder, text.get(key))):
             text[key] = str(found.resolve())
+        elif folder and key == _TEXT_FOLDERS[1] and text.get(key) and _has_tokenizer(folder):
+            text[key] = str(folder.resolve())  # beside the weights, as SigLIP has it
     return {**model, "text_cfg": text}
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))

@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from atlas_cli.errors import CheckpointError
 from atlas_cli.io.torchvision_import import import_torchvision
 from atlas_cli.sources.locate import check_architecture
 from atlas_cli.sources.reference import Reference
@@ -32,3 +33,13 @@ def configuration_of(reference: Reference) -> tuple[dict[str, Any], dict[str, An
     model = {**architecture_named(reference.name), "quick_gelu": bool(tag.get("quick_gelu", False))}
     keys = ("mean", "std", "interpolation", "resize_mode")
     return model, {key: tag[key] for key in keys if key in tag}
+
+
+def check_tower_size(module: Any, size: Any) -> None:
+    """Refuse a tower of timm that takes one other size: only its first batch would say so."""
+    patches = getattr(getattr(module.visual, "trunk", None), "patch_embed", None)
+    found = getattr(patches, "img_size", None)
+    if isinstance(found, tuple) and isinstance(size, int) and found != (size, size):
+        raise CheckpointError(
+            f"timm's tower takes {found[0]} pixels, its configuration says {size}"
+        )

@@ -76,7 +76,8 @@ def model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """open_clip's `model_cfg` for a transformers CLIP configuration."""
     if config.get("model_type") not in {"clip", "clip_vision_model"}:
         found = config.get("model_type", "no model_type")
-        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model")
+        way = "; open_clip has it, for example timm/ViT-B-16-SigLIP" if found == "siglip" else ""
+        raise CheckpointError(f"{where}: config.json describes {found}, not a CLIP model{way}")
     vision_part = config if is_vision_only(config) else config.get("vision_config") or {}
     vision = _VISION_DEFAULTS | dict(vision_part)
     text = _TEXT_DEFAULTS | dict(config.get("text_config") or {})

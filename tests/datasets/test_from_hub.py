@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from conftest import TIMEOUT
 from hub import Hub
+from hub_datasets import coloured, parquet
 from PIL import Image
 
 DIGITS = [str(number) for number in range(10)]
@@ -63,34 +61,6 @@ def opened(hub: Hub, tmp_path: Path) -> Callable[..., list[Any]]:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return open_all
-
-
-def coloured(label: int, size: int = 24) -> bytes:
-    """A noisy image whose red says which class it is of."""
-    pixels = np.random.default_rng(label).integers(0, 255, (size, size, 3), dtype=np.uint8)
-    pixels[..., 0] = 20 * label
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def parquet(
-    images: Sequence[bytes], labels: Sequence[object], names: Sequence[str] | None, group: int = 100
-) -> bytes:
-    """A split as `push_to_hub` of `datasets` lays it out."""
-    kind: dict[str, object] = {"dtype": "string", "_type": "Value"}
-    if names is not None:
-        kind = {"names": list(names), "_type": "ClassLabel"}
-    features = {"image": {"_type": "Image"}, "label": kind}
-    rows = [{"bytes": data, "path": f"{n}.png"} for n, data in enumerate(images)]
-    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"image": pa.array(rows, struct), "label": pa.array(labels)})
-    table = table.replace_schema_metadata(
-        {"huggingface": json.dumps({"info": {"features": features}})}
-    )
-    file = io.BytesIO()
-    pq.write_table(table, file, row_group_size=group, use_dictionary=False, compression="none")
-    return file.getvalue()
 
 
 def counted(found: Any) -> list[int]:
