@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         fit,
         merge,
         negate,
+        push,
         tta,
     )
     from atlas_cli.datasets.dataset import Dataset, Sample
@@ -74,15 +75,17 @@ __all__ = [
     "merge_method",
     "negate",
     "objective",
+    "push",
     "tta",
 ]
 
 # The module of each name; the imports above are for type checkers.
 _EXPORTS = {
     **dict.fromkeys(
-        ("add", "compose", "evaluate", "extract", "finetune", "fit", "merge", "negate", "tta"),
+        ("add", "compose", "evaluate", "extract", "finetune", "fit", "merge", "negate"),
         "atlas_cli.api",
     ),
+    **dict.fromkeys(("push", "tta"), "atlas_cli.api"),
     **dict.fromkeys(("Dataset", "Sample"), "atlas_cli.datasets.dataset"),
     **dict.fromkeys(
         ("AtlasError", "CheckpointError", "DataError", "MismatchError"), "atlas_cli.errors"

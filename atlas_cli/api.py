@@ -286,6 +286,25 @@ def extract(
     return TaskVector.open(made.path)
 
 
+def push(
+    what: PathLike | Sequence[PathLike],
+    repository: str,
+    *,
+    license: str | None = None,  # noqa: A002 (the word of the Hub)
+    evaluation: PathLike | None = None,
+    private: bool = False,
+) -> str:
+    """Publish a run, a model or task vectors on the Hub, with a card, and give the address.
+
+    `evaluation` is a file that `atlas eval --json` printed.
+    """
+    from atlas_cli.publishing.publication import PublishOptions, prepare, read_evaluation_file
+
+    shown = read_evaluation_file(Path(evaluation)) if evaluation else None
+    paths = [Path(path) for path in _listed(what)]
+    return prepare(paths, repository, PublishOptions(license, shown)).push(private=private)
+
+
 def _opening(arch: str | None, text: str | None, device: str) -> Any:
     from atlas_cli.models.clip import Opening
     from atlas_cli.sources.locate import locate, parse_reference

@@ -97,7 +97,9 @@ def make(name: str, folder: Path, vectors: int, images: int) -> None:
         moved = {n: t + 0.01 * t.std() * torch.randn_like(t) for n, t in tower.items()}
         save_file(moved, folder / "tuned.safetensors")
         target = folder / f"vectors/task{number}.safetensors"
-        extract(folder / "base", folder / "tuned.safetensors", target, dtype="int8")
+        extract(
+            folder / "base", folder / "tuned.safetensors", target, dtype="int8", name=target.stem
+        )
     (folder / "tuned.safetensors").unlink()
     random = np.random.default_rng(0)
     for number in range(images):

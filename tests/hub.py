@@ -402,6 +402,7 @@ class _Handler(BaseHTTPRequestHandler):
             "downloads": 0,
             "likes": 0,
             "tags": [],
+            "cardData": _card_data(repo.commits[commit]),
             "siblings": [
                 _sibling(path, blob, with_blobs) for path, blob in repo.commits[commit].items()
             ],
@@ -484,6 +485,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.server._open.discard(self.connection)
             socket.close(self.connection.detach())
+
+
+def _card_data(files: Mapping[str, Blob]) -> dict[str, str] | None:
+    """The front matter of README.md, of which tests need lines with one word each."""
+    text = files["README.md"].data.decode() if "README.md" in files else ""
+    if not text.startswith("---\n"):
+        return None
+    lines = text.split("---\n")[1].splitlines()
+    return dict(line.split(": ", 1) for line in lines if ": " in line and line[0] not in " -")
 
 
 def _commit(repo: _Repo, revision: str) -> str:

@@ -59,7 +59,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"rich", "typer"},
     ),
     "api": (
-        {"datasets", "learning", "merging", "models", "recipes", "sources", "vectors"},
+        {"datasets", "learning", "merging", "models", "publishing", "recipes", "sources"}
+        | {"vectors"},
         set(),
     ),
     "__main__": ({"cli"}, set()),

@@ -15,11 +15,12 @@ from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.console import progress, read_text
 from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
-from atlas_cli.cli.push import EvaluationFile, read_evaluation_file, upload
+from atlas_cli.cli.push import EvaluationFile, upload
 from atlas_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import Merged, MergeEvent, MergeOptions, MergePlan
+    from atlas_cli.merging.model_card import Evaluated
     from atlas_cli.recipes.merge import Merge
 
 RecipeFile = Annotated[
@@ -117,7 +118,7 @@ def merge(
     budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
     _check(push, explain)
     checked = _changed(_read_recipe(name, strict=strict), max_rank, random_seed)
-    shown = read_evaluation_file(evaluation) if evaluation else None
+    shown = _read_evaluation(evaluation) if evaluation else None
     options = MergeOptions(
         *(budget, threads, device, shard, force, shown, allow_nonfinite, keep_downloads),
         *(keep_intermediate, copy_tokenizer, write_model_card),
@@ -276,6 +277,12 @@ def _show_schema() -> None:
     from atlas_cli.recipes.schema import merge_schema
 
     console.emit(merge_schema(), as_json=True)
+
+
+def _read_evaluation(path: Path) -> Evaluated:
+    from atlas_cli.publishing.publication import read_evaluation_file
+
+    return read_evaluation_file(path)
 
 
 def _push(target: Path, repository: str, *, quiet: bool) -> None:

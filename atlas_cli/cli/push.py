@@ -10,10 +10,9 @@ import typer
 from atlas_cli import __version__
 from atlas_cli.cli import console
 from atlas_cli.cli.options import AsJson, Quiet
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.errors import AtlasError
 
 if TYPE_CHECKING:
-    from atlas_cli.merging.model_card import Evaluated
     from atlas_cli.publishing.publication import Publication
 
 What = Annotated[
@@ -57,7 +56,7 @@ def push(
     Example:
       atlas push run owner/name --license mit
     """
-    from atlas_cli.publishing.publication import PublishOptions, prepare
+    from atlas_cli.publishing.publication import PublishOptions, prepare, read_evaluation_file
 
     shown = read_evaluation_file(evaluation) if evaluation else None
     found = prepare([what], repository, PublishOptions(licence, shown))
@@ -82,18 +81,6 @@ def upload(found: Publication, again: str, *, private: bool = False) -> str:
         return found.push(private=private)
     except AtlasError as problem:
         raise type(problem)(f"{problem}; nothing is lost: {again}") from problem
-
-
-def read_evaluation_file(path: Path) -> Evaluated:
-    """What `atlas eval --json` printed to a file."""
-    from atlas_cli.merging.model_card import read_evaluation
-
-    try:
-        return read_evaluation(path.read_text("utf-8"), str(path))
-    except FileNotFoundError as problem:
-        raise UsageError(f"--evaluation {path}: no such file") from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--evaluation {path}: cannot be read as UTF-8 text") from problem
 
 
 def _show_files(found: Publication) -> None:

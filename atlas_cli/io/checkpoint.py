@@ -292,3 +292,15 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise CheckpointError(f"{path}: cannot be read: {problem.strerror or problem}") from problem
+
+
+# Names ----------------------------------------------------------------------------------------
+
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
+
+
+def unwrapped(name: str) -> str:
+    """A name without the prefixes that training wrappers put before it."""
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name

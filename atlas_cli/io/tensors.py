@@ -36,11 +36,3 @@ class LazyTensor:
 
 
 LazyTensors = Mapping[str, LazyTensor]
-_WRAPPERS = ("module.", "_orig_mod.", "model.", "image_encoder.")
-
-
-def unwrapped(name: str) -> str:
-    """A name without the prefixes that training wrappers put before it."""
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name

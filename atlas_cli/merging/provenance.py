@@ -18,8 +18,10 @@ from atlas_cli import __version__
 from atlas_cli.errors import MismatchError, UsageError
 from atlas_cli.io.files import DIGESTS, digest_kind, digest_of, sha256_of
 from atlas_cli.recipes.text import write_mapping
-from atlas_cli.sources.locate import Source, locate, locate_file, parse_reference, vector_file
-from atlas_cli.sources.model_files import COMPANION_FILES
+from atlas_cli.sources.hub import open_snapshot
+from atlas_cli.sources.locate import Source, builtin_model, locate, parse_reference, vector_file
+from atlas_cli.sources.model_files import COMPANION_FILES, CONFIG_NAMES, is_companion
+from atlas_cli.sources.reference import Reference, hub_address
 
 if TYPE_CHECKING:
     from atlas_cli.merging.plan import Plan
@@ -64,10 +66,29 @@ def _tokenizers(merge: Merge) -> dict[str, Located]:
     named = [] if wish.source in ("base", "union") else [wish.source]
     found = {}
     for reference in dict.fromkeys([*merge.references, *named]):
-        source = locate_file(parse_reference(split_adapter(reference)[0]), TOKENIZER)
+        source = _locate_file(parse_reference(split_adapter(reference)[0]), TOKENIZER)
         if source is not None:
             found[tokenizer_of(reference)] = Located(source)
     return found
+
+
+def _locate_file(reference: Reference, name: str) -> Source | None:
+    """One file that lies beside the weights of a model, as a source of its own; None without it.
+
+    Weights are not downloaded.
+    """
+    if reference.kind in ("path", "builtin"):
+        local = builtin_model(reference.name) if reference.kind == "builtin" else None
+        path = local or Path(reference.name)
+        file = (path if path.is_dir() else path.parent) / name
+        return Source(reference, file.parent, (file,)) if file.is_file() else None
+    repository, _ = hub_address(reference)
+    snapshot = open_snapshot(repository, reference.revision, [name, *CONFIG_NAMES])
+    if name not in snapshot.files:
+        return None
+    beside = [each for each in snapshot.files if "/" not in each and is_companion(each)]
+    folder = snapshot.fetch([name, *beside])
+    return Source(reference, folder, (folder / name,), commit=snapshot.commit)
 
 
 def check_inputs(target: Path, located: Mapping[str, Located]) -> None:

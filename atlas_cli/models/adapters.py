@@ -18,8 +18,8 @@ import torch
 
 from atlas_cli.core.storage import Factors
 from atlas_cli.errors import CheckpointError, MismatchError
-from atlas_cli.io.checkpoint import open_tensors
-from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
+from atlas_cli.io.checkpoint import open_tensors, unwrapped
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.models.lora import block_of_module, factor_of, open_adapter
 from atlas_cli.sources.locate import Source

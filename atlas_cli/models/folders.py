@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from atlas_cli.errors import CheckpointError
-from atlas_cli.io.checkpoint import open_tensors
+from atlas_cli.io.checkpoint import open_tensors, unwrapped
 from atlas_cli.io.files import copy_file, copy_folder, inside, is_plain
-from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models.tensor_names import piece, place_of, to_open_clip
 from atlas_cli.sources.locate import Source, read_object
 from atlas_cli.sources.model_files import COMPANION_FILES

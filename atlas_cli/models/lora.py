@@ -15,7 +15,8 @@ from typing import Any
 from atlas_cli.core.patterns import find_pattern
 from atlas_cli.core.storage import BlockPart, Factors
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
-from atlas_cli.io.tensors import LazyTensor, LazyTensors, unwrapped
+from atlas_cli.io.checkpoint import unwrapped
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import tensor_names
 from atlas_cli.sources.locate import Source
 

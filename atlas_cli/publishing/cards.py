@@ -49,7 +49,6 @@ def _block(*lines: str) -> str:
 def vector_card(
     repository: str,
     headers: Mapping[str, Header],
-    licence: str | None,
     evaluation: Evaluated | None,
 ) -> Card:
     """The card of one task vector or several of one base."""
@@ -70,7 +69,6 @@ def vector_card(
         front_matter(bases, "adapter", "atlas", ["task-vector", "clip"]),
     )
     card = card.with_section(USE, use).with_section("Provenance", _provenance(headers))
-    card = card.with_front(license=licence)
     if evaluation:
         own = _digests(first.finetuned) if len(headers) == 1 else []
         card = with_results(card, repository, evaluation, own)

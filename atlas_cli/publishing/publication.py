@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError, install_hint
-from atlas_cli.merging.model_card import Card, Evaluated
+from atlas_cli.merging.model_card import Card, Evaluated, on_hub, read_card, read_evaluation
 from atlas_cli.publishing import cards
 from atlas_cli.publishing.fetch import LARGE, RECIPE, VECTORS
 from atlas_cli.recipes.text import parse_mapping, write_mapping
 from atlas_cli.reports.runs import is_run, read_coefficients, read_run
-from atlas_cli.sources.hub import check_repository, push_files
+from atlas_cli.sources.hub import ask_licence, check_repository, push_files
 from atlas_cli.vectors.format import Header, read_header
 
 CARD, PICTURE = "README.md", "coefficients.png"
@@ -66,6 +66,16 @@ class Publication:
         return push_files(self.files, self.repository, message, private=private)
 
 
+def read_evaluation_file(path: Path) -> Evaluated:
+    """What `atlas eval --json` printed to a file."""
+    try:
+        return read_evaluation(path.read_text("utf-8"), str(path))
+    except FileNotFoundError as problem:
+        raise UsageError(f"--evaluation {path}: no such file") from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"--evaluation {path}: cannot be read as UTF-8 text") from problem
+
+
 def prepare(
     paths: Sequence[Path], repository: str, options: PublishOptions | None = None
 ) -> Publication:
@@ -95,6 +105,38 @@ def _finished(
     return Publication(repository, kind, {CARD: str(card).encode(), **files}, tuple(notes))
 
 
+# Licences -------------------------------------------------------------------------------------
+
+_UNKNOWN = "unknown"
+
+
+def _licensed(
+    card: Card, options: PublishOptions, bases: Sequence[str] | str
+) -> tuple[Card, list[str]]:
+    """The card with a licence: the one given, its own, or that of all bases; and what to know."""
+    given = options.licence or card.front.get("license")
+    if given and given != _UNKNOWN:
+        return card.with_front(license=given), []
+    listed = dict.fromkeys([bases] if isinstance(bases, str) else bases)
+    found = {_licence_of(base) for base in listed}
+    licence = found.pop() if len(found) == 1 else None
+    if licence is None or licence == _UNKNOWN:
+        said = "the licence is not known, and the card says so; --license names one"
+        return card.with_front(license=_UNKNOWN), [said]
+    said = f"licence {licence}, as {' and '.join(listed)} has it; --license names another"
+    return card.with_front(license=licence), [said]
+
+
+def _licence_of(base: str) -> str | None:
+    """The licence in the card of a model, beside it or on the Hub."""
+    beside = Path(base).expanduser() / CARD
+    if beside.is_file():
+        named = read_card(beside.read_text("utf-8", errors="replace")).front.get("license")
+        return named if isinstance(named, str) else None
+    repository = on_hub(base)
+    return ask_licence(repository) if repository else None
+
+
 # Task vectors ---------------------------------------------------------------------------------
 
 
@@ -113,9 +155,12 @@ def _vectors(paths: Sequence[Path], repository: str, options: PublishOptions) ->
         if f"{header.name}.safetensors" in headers:
             raise UsageError(f"two task vectors are called {header.name}; publish them one by one")
         headers[f"{header.name}.safetensors"] = header
-    card = cards.vector_card(repository, headers, options.licence, options.evaluation)
+    card = cards.vector_card(repository, headers, options.evaluation)
+    bases = [str(header.base.get("reference", "")) for header in headers.values()]
+    card, notes = _licensed(card, options, bases)
     files = dict(zip(headers, paths, strict=True))
-    return _finished(repository, "task vectors" if len(paths) > 1 else "task vector", files, card)
+    kind = "task vectors" if len(paths) > 1 else "task vector"
+    return _finished(repository, kind, files, card, notes)
 
 
 # Runs -----------------------------------------------------------------------------------------
@@ -135,7 +180,9 @@ def _run(folder: Path, repository: str, options: PublishOptions) -> Publication:
     picture, notes = _picture(run.recipe, folder / RECIPE)
     files |= picture
     card = cards.run_card(repository, run, recipe, PICTURE if picture else None)
-    card = card.with_front(license=options.licence)
+    base = str(parse_mapping(recipe, "the run's recipe").get("base_model", ""))
+    card, said = _licensed(card, options, [base])
+    notes += said
     if options.evaluation:
         card = cards.with_results(card, repository, options.evaluation, ())
     return _finished(repository, "run", files, card, notes)
@@ -191,7 +238,9 @@ def _model(folder: Path, repository: str, options: PublishOptions) -> Publicatio
     before = files.pop(CARD, None)
     text = before.read_text("utf-8") if isinstance(before, Path) else ""
     card = cards.model_card(repository, folder, text, PICTURE if PICTURE in files else None)
-    card = card.with_front(license=options.licence)
+    bases = [str(recipe["base_model"])] if recipe.get("base_model") else []
+    card, said = _licensed(card, options, bases or card.front.get("base_model") or [])
+    notes += said
     if options.evaluation:
         digests = tuple(str(one) for one in source.provenance()["sha256"].values())  # type: ignore[attr-defined]
         card = cards.with_results(card, repository, options.evaluation, digests)

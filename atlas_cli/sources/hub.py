@@ -82,6 +82,19 @@ def ask(repository: str, revision: str | None) -> Snapshot:
     return Snapshot(repository, str(info.sha), files)
 
 
+def ask_licence(repository: str) -> str | None:
+    """The licence that the card of a model names, if it has one and the Hub answers."""
+    _quieten()
+    from huggingface_hub import HfApi
+
+    try:
+        card = HfApi().model_info(repository, timeout=_TIMEOUT).card_data
+    except Exception:  # what is not known is said to be unknown
+        return None
+    found = getattr(card, "license", None)
+    return found if isinstance(found, str) else None
+
+
 def ask_collection(slug: str) -> list[tuple[str, str]]:
     """The kind (model, dataset, space, paper) and the name of every item of a collection."""
     _quieten()

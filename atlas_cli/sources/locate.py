@@ -24,17 +24,17 @@ from atlas_cli.sources.model_files import (
     CONFIG_NAMES,
     WEIGHT_NAMES,
     WEIGHT_SUFFIXES,
-    is_companion,
     text_tower_patterns,
     why_no_weights,
 )
 from atlas_cli.sources.open_clip_table import open_clip_tags
 from atlas_cli.sources.reference import (
+    PLAIN_STEM,
     Reference,
     hub_address,
-    name_of,
     parse_hub,
     parse_published,
+    published_name,
 )
 from atlas_cli.sources.zoo import ZOO, find_entries
 
@@ -179,25 +179,6 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
             likely = [*filter(None, (file,)), *CONFIG_NAMES, *WEIGHT_NAMES]
             snapshot = open_snapshot(repository, reference.revision, likely)
             return from_snapshot(reference, snapshot, file, beside)
-
-
-def locate_file(reference: Reference, name: str) -> Source | None:
-    """One file that lies beside the weights of a model, as a source of its own; None without it.
-
-    Weights are not downloaded.
-    """
-    if reference.kind in ("path", "builtin"):
-        local = builtin_model(reference.name) if reference.kind == "builtin" else None
-        path = local or Path(reference.name)
-        file = (path if path.is_dir() else path.parent) / name
-        return Source(reference, file.parent, (file,)) if file.is_file() else None
-    repository, _ = hub_address(reference)
-    snapshot = open_snapshot(repository, reference.revision, [name, *CONFIG_NAMES])
-    if name not in snapshot.files:
-        return None
-    beside = [each for each in snapshot.files if "/" not in each and is_companion(each)]
-    folder = snapshot.fetch([name, *beside])
-    return Source(reference, folder, (folder / name,), commit=snapshot.commit)
 
 
 def _in_folder(reference: Reference, folder: Path) -> Source:
@@ -394,3 +375,15 @@ def _within(reference: Reference, file: str, *, group: str | None) -> VectorName
     path, at, revision = reference.text.partition("@")
     one = replace(reference, text=f"{path.rstrip('/')}/{file}{at}{revision}", file=file)
     return VectorName(one.text, name_of(one), one, group)
+
+
+def name_of(reference: Reference) -> str:
+    """A name for a vector, from what its model, or the adapter added to it, is called."""
+    if reference.adapter:
+        return name_of(reference.adapter)
+    if reference.kind != "path":
+        return published_name(reference)
+    path = Path(reference.name).resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name if PLAIN_STEM.fullmatch(path.stem) and path.parent.name else path.stem

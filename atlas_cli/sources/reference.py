@@ -90,7 +90,7 @@ def hub_address(reference: Reference) -> tuple[str, str | None]:
     return f"{owner}/{name}", file or None
 
 
-def _published_name(reference: Reference) -> str:
+def published_name(reference: Reference) -> str:
     """A name for a published model, from what it is called."""
     if reference.kind == "open_clip":
         return f"{reference.name}-{reference.tag}"
@@ -99,15 +99,3 @@ def _published_name(reference: Reference) -> str:
         return name
     file = Path(reference.file)
     return file.parent.name or name if PLAIN_STEM.fullmatch(file.stem) else file.stem
-
-
-def name_of(reference: Reference) -> str:
-    """A name for a vector, from what its model, or the adapter added to it, is called."""
-    if reference.adapter:
-        return name_of(reference.adapter)
-    if reference.kind != "path":
-        return _published_name(reference)
-    path = Path(reference.name).resolve()
-    if path.is_dir():
-        return path.name
-    return path.parent.name if PLAIN_STEM.fullmatch(path.stem) and path.parent.name else path.stem

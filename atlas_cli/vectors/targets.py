@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UsageError, nearest
-from atlas_cli.sources.locate import Source, check_architecture, locate, parse_reference
+from atlas_cli.sources.locate import Source, check_architecture, locate, name_of, parse_reference
 from atlas_cli.sources.model_files import WEIGHT_SUFFIXES
-from atlas_cli.sources.reference import Reference, name_of
+from atlas_cli.sources.reference import Reference
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
+import tarfile
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -148,3 +152,48 @@ def test_the_command_line_says_where_the_data_is(
     result = call("eval", "builtin:tiny", "--data", "torchvision:MNIST", "--data-root", root)
     assert result.code == 0, result.err
     assert "torchvision:MNIST,test,2," in result.out
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A server of files that prints nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Stay silent."""
+
+
+def test_what_is_not_there_is_downloaded_if_the_command_line_says_so(
+    root: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """torchvision has another address, and the digest of what is there; all else is its own."""
+    monkeypatch.setenv("ATLAS_DOWNLOAD", "")  # what --download sets goes with the test
+    made, served = tmp_path / "rendered-sst2", tmp_path / "served"
+    for split in ("train", "valid", "test"):
+        for red, name in enumerate(("negative", "positive")):
+            write_image(made / split / name / "0.png", 200 * red)
+    served.mkdir()
+    with tarfile.open(served / "rendered-sst2.tgz", "w:gz") as archive:
+        archive.add(made, "rendered-sst2")
+    kind = import_torchvision().datasets.RenderedSST2
+    digest = hashlib.md5((served / "rendered-sst2.tgz").read_bytes()).hexdigest()
+    monkeypatch.setattr(kind, "_MD5", digest)
+    handler = partial(Quiet, directory=str(served))
+    evaluate = ["eval", "builtin:tiny", "--data", "torchvision:RenderedSST2", "--data-root", root]
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        refused = call(*evaluate)
+        assert (refused.code, len(refused.error_lines)) == (1, 1), refused.err
+        assert "--download fetches it" in refused.err
+        monkeypatch.setattr(kind, "_URL", f"{address}/nothing.tgz")
+        missing = call(*evaluate, "--download", "-q")
+        assert (missing.code, missing.out, len(missing.error_lines)) == (3, "", 1), missing.err
+        assert "could not be downloaded" in missing.err
+        monkeypatch.setattr(kind, "_URL", f"{address}/rendered-sst2.tgz")
+        result = call(*evaluate, "--download")
+        server.shutdown()
+    assert result.code == 0, result.err
+    assert result.out.startswith("model,data,split"), "what torchvision prints is not data"
+    assert "torchvision:RenderedSST2,test,2," in result.out
+    monkeypatch.setenv("ATLAS_DOWNLOAD", "")
+    again = call(*evaluate)  # the server is gone, and not needed
+    assert (again.code, again.out) == (0, result.out)

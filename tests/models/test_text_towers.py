@@ -116,7 +116,7 @@ def test_without_transformers_the_extra_is_named(run, model: Path, tmp_path: Pat
         "sys.meta_path.insert(0, _No())\n"
     )
     data = write_images(tmp_path / "photos")
-    result = run("eval", model, "--data", data, cold=True, PYTHONPATH=str(blocked))
+    result = run("eval", model, "--data", data, "-q", cold=True, PYTHONPATH=str(blocked))
     assert (result.code, len(result.error_lines)) == (1, 1), result.err
     assert "pip install 'atlas-cli[hf]'" in result.err
 

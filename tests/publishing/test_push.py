@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Result
+from conftest import TIMEOUT, Result
 from hub import Hub
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -174,3 +177,48 @@ def test_links_out_of_a_folder_and_what_is_not_there_are_refused(user, tmp_path:
         2,
         "atlas: error: hf://owner/base: holds no run: there is no recipe.yaml in it\n",
     )
+
+
+def test_the_licence_is_that_of_the_base_where_its_card_names_one(user, hub: Hub, tmp_path: Path):
+    base = {p.name: p.read_bytes() for p in builtin_model("tiny").iterdir() if p.is_file()}
+    hub.add("owner/licensed", base | {"README.md": b"---\nlicense: apache-2.0\n---\n# Base\n"})
+    first, home = user("first"), tmp_path / "first"
+    finetuned(first, home)
+    done(first("extract", "owner/licensed", "digits", "-o", "digits.safetensors"))
+    shown = done(first("push", "digits.safetensors", "me/x", "--dry-run"))
+    assert front(shown.out.encode())["license"] == "apache-2.0"
+    assert "licence apache-2.0, as owner/licensed has it; --license names another" in shown.err
+    given = done(first("push", "digits.safetensors", "me/x", "--dry-run", "--license", "mit"))
+    assert front(given.out.encode())["license"] == "mit"
+    offline = done(first("push", "digits.safetensors", "me/x", "--dry-run", HF_HUB_OFFLINE="1"))
+    assert front(offline.out.encode())["license"] == "unknown"
+    assert "the licence is not known, and the card says so" in offline.err
+    # A base beside us: its card is the one in its folder.
+    local = home / "base"
+    local.mkdir()
+    for name, content in base.items():
+        (local / name).write_bytes(content)
+    (local / "README.md").write_text("---\nlicense: cc0-1.0\n---\n# Base\n")
+    done(first("extract", "base", "digits", "-o", "local.safetensors"))
+    shown = done(first("push", "local.safetensors", "me/x", "--dry-run"))
+    assert front(shown.out.encode())["license"] == "cc0-1.0"
+
+
+def test_python_pushes_as_the_command_does(user, tmp_path: Path):
+    first, home = user("first"), tmp_path / "first"
+    finetuned(first, home)
+    with UploadHub() as uploads:
+        code = "import atlas_cli as atlas; print(atlas.push('digits', 'me/digits', license='mit'))"
+        to = {"HF_ENDPOINT": uploads.endpoint, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        shown = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=home,
+            env=os.environ | to,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        assert shown.stdout == f"{uploads.endpoint}/me/digits\n", shown.stderr
+        pushed = uploads.files["me/digits"]
+    assert front(pushed["README.md"])["license"] == "mit"
+    assert "open_clip_model.safetensors" in pushed
