@@ -142,8 +142,7 @@ def _from_architecture(source: Source, architecture: str) -> Blueprint:
 
 
 def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key, {})
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(found) if isinstance(found := config.get(key), dict) else {}
 
 
 def check_activation(source: Source, blueprint: Blueprint, used: str) -> None:
@@ -234,7 +233,8 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
             raise CheckpointError(
                 f"open_clip cannot build this architecture: {reason}"
             ) from problem
-    check_tower_size(module, model["vision_cfg"].get("image_size", 224))
+    if "timm_model_name" in model["vision_cfg"]:
+        check_tower_size(module, model["vision_cfg"].get("image_size", 224))
     return module, transform
 
 
