@@ -154,16 +154,29 @@ _ENDING = [
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of that name; `auto` is cuda, then mps, then cpu, whichever is there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The device of that name; `auto` is cuda, mps, another accelerator or cpu, the first there."""
     if wanted == "auto":
-        return torch.device(next((name for name, found in there.items() if found), "cpu"))
+        accelerator = torch.accelerator.current_accelerator()
+        other = [accelerator.type] if accelerator else []
+        return torch.device(next(filter(_count, ["cuda", "mps", *other]), "cpu"))
     kind, _, number = wanted.partition(":")
-    if kind != "cpu" and not there[kind]:
+    count = _count(kind)
+    if not count:
         raise UsageError(f"--device {wanted}: this torch sees no {kind} device; use --device cpu")
-    if number and int(number) >= torch.cuda.device_count():
-        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} cuda devices")
+    if number and int(number) >= count:
+        raise UsageError(f"--device {wanted}: there are {count} {kind} devices")
     return torch.device(wanted)
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind there are; 0 for what torch has no module for."""
+    if kind == "cpu":
+        return 1
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
 
 
 # Memory ---------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
+import sys
 from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,11 +78,18 @@ InstallCompletion = Annotated[
 
 
 def _check_device(device: str) -> str:
+    """Raise UsageError for what is no name of a device; torch says later whether it is there."""
+    from importlib.metadata import entry_points
+
     from atlas_cli.errors import nearest
 
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        hint = nearest(device, ["auto", "cpu", "cuda", "mps"])
-        raise UsageError(f"--device {device}: expected auto, cpu, cuda, cuda:N or mps{hint}")
+    kind, colon, number = device.partition(":")
+    known = ["auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla"]
+    if "torch" in sys.modules or entry_points(group="torch.backends"):  # packages extend torch
+        known.append(import_module("torch")._C._get_privateuse1_backend_name())
+    if kind not in known or (colon and not number.isdecimal()) or device.startswith("auto:"):
+        expected = "expected auto, cpu, cuda, cuda:N, mps, xpu or another that torch knows"
+        raise UsageError(f"--device {device}: {expected}{nearest(kind, known)}")
     return device
 
 
@@ -152,7 +160,9 @@ Seed = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(help="auto, cpu, cuda, cuda:N or mps.", metavar="DEVICE", callback=_check_device),
+    typer.Option(
+        help="auto, cpu, cuda, cuda:N, mps, xpu, ...", metavar="DEVICE", callback=_check_device
+    ),
 ]
 Architecture = Annotated[
     str | None,

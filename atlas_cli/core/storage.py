@@ -390,8 +390,3 @@ def _roots(products: torch.Tensor, scale: float) -> torch.Tensor:
 def _chunks(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, max(1, size)):
         yield slice(start, start + max(1, size))
-
-
-def widest(values: torch.Tensor) -> torch.dtype:
-    """float64, or float32 where a device has nothing wider."""
-    return torch.float32 if values.device.type == "mps" else torch.float64

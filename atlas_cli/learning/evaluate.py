@@ -28,7 +28,7 @@ from atlas_cli.sources.locate import Source
 
 _MANY_CLASSES = 10  # with no more than this, top-5 says little
 _FEW = 64  # below this many images, starting a worker costs more than it saves
-_DEFAULT_BATCH = {"cpu": 64, "cuda": 256, "mps": 128}
+_DEFAULT_BATCH = {"cpu": 64, "cuda": 256}  # 128 on others
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def predict(
         raise DataError(f"{dataset.name}: has no labels; eval needs a sub-folder per class")
     choose = head_of if clip.has_head else zero_shot_head
     head = choose(clip, dataset.classes, dataset.templates, watcher.warn)
-    size = loading.batch_size or _DEFAULT_BATCH[clip.device.type]
+    size = loading.batch_size or _DEFAULT_BATCH.get(clip.device.type, 128)
     predictions: list[Prediction] = []
     skipped = 0
     for batch in batches(
@@ -114,7 +114,7 @@ def predict(
 def classify(clip: Clip, head: Classifier, images: torch.Tensor) -> torch.Tensor:
     """The logits of images, (images, classes); in halves, and halves of those, if memory ends."""
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             features = clip.module.encode_image(images.to(clip.device))  # type: ignore[operator]
             return logits_of(features, head).cpu()
     except RuntimeError as problem:

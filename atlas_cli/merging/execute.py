@@ -55,6 +55,7 @@ from atlas_cli.models.tokenizers import (
     write_template,
     write_tokenizer,
 )
+from atlas_cli.native.kernels import has_float64
 from atlas_cli.parallel import MemoryBudget, ThreadPool, keep_freed_memory, resident
 from atlas_cli.recipes.chat_templates import chat_template
 from atlas_cli.recipes.merge import Merge
@@ -112,8 +113,10 @@ def working_memory(limits: Limits) -> int:
 def check_device(plan: Plan, limits: Limits) -> None:
     """Raise AtlasError if the device cannot compute in a dtype of the plan."""
     wide = [made.name for made in plan.outputs if made.merged and made.compute == torch.float64]
-    if limits.device.type == "mps" and wide:
-        raise AtlasError(f"--device mps: has no float64, which {wide[0]} is computed in")
+    if wide and not has_float64(limits.device):
+        raise AtlasError(
+            f"--device {limits.device}: has no float64, which {wide[0]} is computed in"
+        )
 
 
 def check_memory(plan: Plan, producer: Producer, limits: Limits) -> int:

@@ -164,3 +164,20 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
 
 def _array(kind: Any, values: Sequence[Any]) -> Any:
     return (kind * len(values))(*values)
+
+
+# Wide sums ------------------------------------------------------------------------------------
+
+
+def widest(values: torch.Tensor) -> torch.dtype:
+    """float64, or float32 where a device has nothing wider."""
+    return torch.float64 if has_float64(values.device) else torch.float32
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64; mps and some others do not."""
+    try:
+        return device.type == "cpu" or bool(torch.ones(1, dtype=torch.float64, device=device) > 0)
+    except (RuntimeError, TypeError):
+        return False

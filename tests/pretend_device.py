@@ -1,0 +1,204 @@
+"""An accelerator for machines without one: a device `pretend` that computes on the CPU.
+
+Its tensors hold a CPU tensor and report `pretend:0`; every operator runs on what they hold. As on a
+real accelerator, operands of two devices and `.numpy()` are refused, so that a forgotten
+`.to(device)` or `.cpu()` is an error. It tells nothing about speed. `limit(bytes)` makes it run out
+of memory as real ones do: with torch.OutOfMemoryError, once its living tensors exceed that.
+
+    python tests/pretend_device.py COMMANDS.json
+
+runs command lines of atlas one after the other in one process and prints a JSON list of their exit
+codes, with what each wrote to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import time
+import traceback
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+MOVES = {"aten._to_copy.default", "aten.copy_.default", "aten.set_.source_Tensor"}
+_memory = {"living": 0, "limit": 0, "peak": 0}
+_kept: list[Any] = []  # the library that implements the device
+
+
+class Pretend(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Pretend:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, 0),
+            requires_grad=False,
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        # Derivatives make zeros that have no memory, which operators below this level refuse.
+        self.inner = torch.zeros_like(inner) if inner._is_zerotensor() else inner
+        _take(self.inner)
+
+    def __repr__(self) -> str:
+        return f"pretend({self.inner})"
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def item(self) -> Any:
+        return self.inner.item()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:
+        return self.inner.new_tensor(data, **kwargs).to(self.device)
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def storage(self) -> Any:
+        return self.inner.storage()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("can't convert a tensor of device pretend to numpy; use .cpu() first")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+_storages: dict[int, int] = {}  # how many tensors share a storage, by its address
+
+
+def _take(inner: torch.Tensor) -> None:
+    """Count the bytes of a storage once, as long as any tensor has it."""
+    try:
+        storage = inner.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # a tensor within a transform of torch.func has no storage
+        return
+    if not size:
+        return
+    if key not in _storages:
+        if _memory["limit"] and _memory["living"] + size > _memory["limit"]:
+            there = _memory["limit"] - _memory["living"]
+            raise torch.OutOfMemoryError(f"pretend: out of memory: {size} bytes, {there} are free")
+        _memory["living"] += size
+        _memory["peak"] = max(_memory["peak"], _memory["living"])
+    _storages[key] = _storages.get(key, 0) + 1
+    weakref.finalize(inner, _release, key, size)
+
+
+def _release(key: int, size: int) -> None:
+    _storages[key] -= 1
+    if not _storages[key]:
+        del _storages[key]
+        _memory["living"] -= size
+
+
+def limit(size: int) -> None:
+    """From now on there are so many bytes; 0 for any number."""
+    _memory["limit"] = size
+
+
+def peak() -> int:
+    """The most bytes that were in use since this was last asked."""
+    found, _memory["peak"] = _memory["peak"], _memory["living"]
+    return found
+
+
+# Operators ------------------------------------------------------------------------------------
+
+
+def run(function, args, kwargs):
+    name, device = str(function), kwargs.get("device")
+    flat, _ = pytree.tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    there = [value for value in tensors if isinstance(value, Pretend)]
+    if (
+        there
+        and name not in MOVES
+        and any(not isinstance(value, Pretend) and value.dim() for value in tensors)
+    ):
+        raise RuntimeError(f"{name}: found operands on cpu and on {NAME}")
+    wanted = torch.device(device).type == NAME if device is not None else bool(there)
+    if name == "aten.copy_.default":
+        wanted = isinstance(args[0], Pretend)
+    kwargs = dict(kwargs)
+    if device is not None:
+        kwargs["device"] = torch.device("cpu")
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    plain_args, plain_kwargs = pytree.tree_map_only(
+        Pretend, lambda value: value.inner, (args, kwargs)
+    )
+    with torch._C._DisableFuncTorch():  # what is held is below any transform of torch.func
+        result = function(*plain_args, **plain_kwargs)
+    returns = function._schema.returns
+    if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
+        # In place, or into `out`: the result is the very tensor that was given.
+        if len(returns) == 1:
+            return kwargs["out"] if "out" in kwargs else args[0]
+        outs = [
+            a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write
+        ]
+        return tuple(kwargs.get(one) for one in outs)
+    return pytree.tree_map_only(torch.Tensor, Pretend, result) if wanted else result
+
+
+def install() -> None:
+    """Register the device; once per process."""
+    _setup_privateuseone_for_python_backend(NAME)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
+    _kept.append(library)
+    for maker in ("tensor", "arange"):
+        setattr(torch, maker, _made_there(getattr(torch, maker)))
+
+
+def _made_there(make: Any) -> Any:
+    """A function that makes tensors; those of this device are made on the CPU and moved."""
+
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == NAME:
+            return make(*args, **kwargs).to(NAME)
+        return make(*args, device=device, **kwargs)
+
+    return made
+
+
+def main() -> None:
+    install()
+    from atlas_cli.cli.app import main as atlas
+
+    results = []
+    for arguments in json.loads(Path(sys.argv[1]).read_text()):
+        began = time.process_time()
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = atlas(arguments)
+            except Exception:
+                code = 70
+                traceback.print_exc()
+        results.append([code, out.getvalue(), err.getvalue(), time.process_time() - began])
+    sys.stdout.write(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
