@@ -48,7 +48,8 @@ def run() -> None:
         signal.signal(signal.SIGINT, _interrupt)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _interrupt)
-        code.append(main())
+        several = int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ
+        code.append(_as_rank() if several else main())
     except BaseException as problem:
         if not _interrupts:
             if (text := _of_system(problem)) is None:
@@ -58,9 +59,17 @@ def run() -> None:
     if _interrupts and (not code or code[-1] == _INTERRUPTED):
         # Leave at once: an interpreter that was interrupted within exec() ends by a signal instead.
         ended = signal.SIGTERM in _interrupts
-        _say("terminated" if ended else "interrupted")
+        if "RANK" not in os.environ:  # else the launcher says so, once
+            _say("terminated" if ended else "interrupted")
         os._exit(_TERMINATED if ended else _INTERRUPTED)
     sys.exit(code[-1])
+
+
+def _as_rank() -> int:
+    """Run as one of the processes that torchrun started."""
+    from atlas_cli.cli.launch import as_rank
+
+    return as_rank(sys.argv[1:], main)
 
 
 def _say(text: str) -> None:
@@ -145,6 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             group = typer.main.get_command(list_commands())
             console.write(completion.answer(group, os.environ))
             return 0
+        if any(word.partition("=")[0] == "--launch" for word in given):
+            from atlas_cli.cli.launch import launch
+
+            return launch(given)
         program = typer.main.get_group(list_commands(given))
         words = _spelt_out(program, given) or ["--help"]
         code: int | None = program(words, prog_name="atlas", standalone_mode=False)

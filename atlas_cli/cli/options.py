@@ -147,6 +147,15 @@ Download = Annotated[
         expose_value=False,
     ),
 ]
+Launch = Annotated[
+    int | None,
+    typer.Option(
+        "--launch",
+        metavar="N",
+        help="Run in N processes, each with its share of every batch.",
+        expose_value=False,  # app.py starts them before a command line is parsed
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[
     bool,
@@ -264,7 +273,8 @@ _RUN_OPTIONS: dict[str, Any] = {
     "quiet": Quiet,
     "verbose": Verbose,
 }
-_ACCESS: dict[str, Any] = {"data_root": DataRoot, "download": Download}  # their callbacks do it all
+# Their callbacks do it all, or app.py does.
+_ACCESS: dict[str, Any] = {"launch": Launch, "data_root": DataRoot, "download": Download}
 _DEFAULTS: dict[str, Any] = {"device": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
 _SWITCHES |= {"verbose", "skip_broken"}

@@ -47,7 +47,12 @@ def generator_of(seed: int, *what: object) -> torch.Generator:
 
 
 class StatelessData:
-    """Training data whose next batch depends on nothing but the number of the step."""
+    """Training data whose next batch depends on nothing but the number of the step.
+
+    `hits` of the `seen` images of the last step were classified as they should be.
+    """
+
+    hits = seen = 0
 
     def diverged(self) -> bool:
         return False
@@ -83,7 +88,7 @@ class LabelledData(StatelessData):
     ) -> None:
         self._tasks, self._training = tuple(tasks), training
         self._labels = [task.pixels.labels for task in tasks]
-        self._hits = self._seen = 0
+        self.hits = self.seen = 0
         sizes = [max(1, round(training.batch_size * task.share)) for task in tasks]
         shown = [
             max(len(some), training.min_steps * size)
@@ -101,7 +106,7 @@ class LabelledData(StatelessData):
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
-        self._hits = self._seen = 0
+        self.hits = self.seen = 0
         epoch, place = divmod(step, self.epoch_steps)
         chosen = [sampler.batch(epoch, place) for sampler in self._samplers]
         random = generator_of(self._training.seed, "crops", step)
@@ -118,29 +123,49 @@ class LabelledData(StatelessData):
                 if few
             ]
             shares = [len(few) / len(batch) for few, batch in zip(some, chosen, strict=True)]
-            yield torch.cat(images), self._loss_of(some, shares)
+            yield torch.cat(images), BatchLoss(self, some, shares)
 
-    def _loss_of(self, some: Sequence[Sequence[int]], shares: Sequence[float]) -> LossOf:
+    def loss_of(
+        self, features: torch.Tensor, some: Sequence[Sequence[int]], shares: Sequence[float]
+    ) -> torch.Tensor:
         """sum over tasks of share * loss(logits of its images), from the features of all."""
-
-        def loss_of(features: torch.Tensor) -> torch.Tensor:
-            pieces = features.split([len(few) for few in some])
-            total = features.new_zeros(())
-            for number, (piece, few, share) in enumerate(zip(pieces, some, shares, strict=True)):
-                if few:
-                    task = self._tasks[number]
-                    labels = self._labels[number][few].to(features.device)
-                    logits = logits_of(piece, task.head)
-                    self._hits += int((logits.argmax(dim=1) == labels).sum().item())
-                    self._seen += len(few)
-                    total = total + share * task.loss(logits, labels)
-            return total
-
-        return loss_of
+        pieces = features.split([len(few) for few in some])
+        total = features.new_zeros(())
+        for number, (piece, few, share) in enumerate(zip(pieces, some, shares, strict=True)):
+            if few:
+                task = self._tasks[number]
+                labels = self._labels[number][few].to(features.device)
+                logits = logits_of(piece, task.head)
+                self.hits += int((logits.argmax(dim=1) == labels).sum().item())
+                self.seen += len(few)
+                total = total + share * task.loss(logits, labels)
+        return total
 
     def accuracy(self) -> float:
         """The share of the last step's images that were classified correctly."""
-        return self._hits / max(self._seen, 1)
+        return self.hits / max(self.seen, 1)
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of images of several tasks; the losses of rows that make up a batch add up to it."""
+
+    data: LabelledData
+    some: Sequence[Sequence[int]]
+    shares: Sequence[float]
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        return self.data.loss_of(features, self.some, self.shares)
+
+    def of_rows(self, rows: Sequence[int]) -> BatchLoss:
+        """The part of the loss that some rows of the batch have, since it is a mean of images."""
+        some, shares, first = [], [], 0
+        for few, share in zip(self.some, self.shares, strict=True):
+            own = [few[row - first] for row in rows if first <= row < first + len(few)]
+            some.append(own)
+            shares.append(share * len(own) / max(len(few), 1))
+            first += len(few)
+        return BatchLoss(self.data, some, shares)
 
 
 def show(

@@ -111,6 +111,18 @@ def predict(
     return predictions, skipped
 
 
+def _predict_shared(
+    clip: Clip, dataset: Dataset, loading: Loading, watcher: Watcher
+) -> tuple[list[Prediction], int]:
+    """The same, where each of several processes takes its share of the images."""
+    from atlas_cli.learning import ranks
+
+    some = replace(dataset, samples=tuple(ranks.share(dataset.samples)))
+    predictions, skipped = predict(clip, some, loading, watcher)
+    count = len(dataset.samples)
+    return ranks.joined(predictions, count), sum(ranks.joined([skipped], count))
+
+
 def classify(clip: Clip, head: Classifier, images: torch.Tensor) -> torch.Tensor:
     """The logits of images, (images, classes); in halves, and halves of those, if memory ends."""
     try:
@@ -200,7 +212,10 @@ def evaluate(
             watcher.warn(doubt)
         provenance = clip.source.provenance()
         for dataset in datasets:
-            predictions, skipped = predict(clip, dataset, loading, watcher)
+            if torch.distributed.is_initialized():
+                predictions, skipped = _predict_shared(clip, dataset, loading, watcher)
+            else:
+                predictions, skipped = predict(clip, dataset, loading, watcher)
             result = score(clip.name, dataset, predictions, skipped)
             if number == 0:
                 first[dataset.name] = predictions

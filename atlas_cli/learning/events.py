@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -109,3 +110,12 @@ def ignore(event: Event) -> None:
 def never() -> bool:
     """Do not stop."""
     return False
+
+
+def agreed(stop: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether to stop: where a run has several processes, all of them give one answer."""
+    if not os.environ.get("RANK"):
+        return stop
+    from atlas_cli.learning import ranks
+
+    return ranks.agreed(stop)

@@ -20,6 +20,7 @@ from atlas_cli.learning.events import (
     StepTaken,
     TaskFinished,
     Warned,
+    agreed,
     ignore,
     never,
 )
@@ -112,6 +113,7 @@ def finetune(
     """
     options, vectors = options or RunOptions(), vectors or VectorOutput()
     options.check()
+    stop = agreed(stop)
     if not (options.folder or vectors.vector or vectors.folder):
         raise UsageError("nothing would be kept; give -o DIR, --vector FILE or --vectors-dir DIR")
     check_model(recipe)

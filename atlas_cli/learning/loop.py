@@ -17,9 +17,13 @@ from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Fold, Last, Policy, Score, Scoring, Selection, select
 from atlas_cli.models.composed import ComposedModel, LossOf
 from atlas_cli.recipes.model import as_percent
+from atlas_cli.registry import late
 
 if TYPE_CHECKING:
+    from atlas_cli.learning import ranks
     from atlas_cli.learning.run_folder import RunFolder, SavedRun
+else:
+    ranks = late("atlas_cli.learning.ranks")  # only where there are several processes
 
 Values = TypeVar("Values")  # what is learned: a table of coefficients, or named weights
 State = TypeVar("State")
@@ -71,8 +75,7 @@ class Optimizer(Protocol[Values]):
     def scaler(self) -> torch.amp.GradScaler: ...
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the next step."""
+    def rate(self) -> float: ...
 
     @property
     def values(self) -> Values:
@@ -81,15 +84,11 @@ class Optimizer(Protocol[Values]):
     def step(self, gradient: Values, /) -> None:
         """Take a gradient; `number` grows once there were enough for a step."""
 
-    def skip(self) -> None:
-        """Count a step that moves nothing."""
+    def skip(self) -> None: ...
 
-    def reset(self) -> None:
-        """Return to the start, with nothing remembered."""
+    def reset(self) -> None: ...
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """All that the next step depends on."""
-
+    def state(self) -> dict[str, torch.Tensor]: ...
     def restore(self, state: Mapping[str, torch.Tensor]) -> None: ...
 
 
@@ -134,20 +133,21 @@ def descend(
 
 def _gradient_at(engine: Engine[Values], optimizer: Optimizer[Values], data: TrainingData) -> float:
     """Give the optimizer one gradient at its values, and return the loss."""
-    scaler = optimizer.scaler
+    scaler, several = optimizer.scaler, torch.distributed.is_initialized()
     engine.load(optimizer.values)
+    parts = data.batches(optimizer.number)
     losses = [
         engine.backward(images, _scaled(loss_of, scaler)).item() / scaler.get_scale()
-        for images, loss_of in data.batches(optimizer.number)
+        for images, loss_of in (ranks.shares(parts) if several else parts)
     ]
-    loss = sum(losses)
+    loss, gradient = ranks.total(engine, data, losses) if several else (sum(losses), None)
     if not math.isfinite(loss):
         raise AtlasError(
             f"the loss became {loss} at step {optimizer.number + 1}; a lower learning rate may "
             f"help (it is {optimizer.rate:g} there)"
         )
-    if losses:
-        optimizer.step(engine.gradient())
+    if gradient is not None or (losses and not several):
+        optimizer.step(engine.gradient() if gradient is None else gradient)
     else:
         optimizer.skip()
     return loss
@@ -380,6 +380,7 @@ def train(
     `on_checkpoint` gets the first checkpoint with None, and every other one with its step.
     """
     saved = folder.restore() if folder and resume else None
+    saved = ranks.same(saved) if torch.distributed.is_initialized() else saved
     start = checkpoint = trainer.from_saved(saved) if saved else trainer.begin()
     on_checkpoint(checkpoint, None)
     clock, pause = time.monotonic(), _SAVE_EVERY

@@ -27,6 +27,7 @@ from atlas_cli.learning.events import (
     TrainingEnded,
     TrainingStarted,
     Warned,
+    agreed,
     ignore,
 )
 from atlas_cli.learning.results import LearningResult, Report
@@ -269,6 +270,7 @@ def learn(
         from atlas_cli.learning.run_folder import open_folder
         from atlas_cli.learning.selection import score_test_images
 
+        stop = agreed(stop)
         on_event(Planned(*ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")

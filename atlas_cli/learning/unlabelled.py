@@ -155,14 +155,14 @@ class UnlabelledData(StatelessData):
         self.epoch_steps = math.ceil(shown / size)
         self.steps = self._training.epochs * self.epoch_steps
         self._sampler = Sampler(list(range(count)), size, shown, self._training.seed, ())
-        self._same = self._seen = 0
+        self.hits = self.seen = 0
 
     def _batch_size(self) -> int:
         return min(self._training.batch_size, self._objective.count)
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, LossOf]]:
         """The batch of a step, in `accumulate` parts."""
-        self._same = self._seen = 0
+        self.hits = self.seen = 0
         epoch, place = divmod(step, self.epoch_steps)
         some = self._sampler.batch(epoch, place)
         random = generator_of(self._training.seed, "crops", step)
@@ -186,12 +186,12 @@ class UnlabelledData(StatelessData):
 
     def _compare(self, logits: torch.Tensor, others: torch.Tensor) -> None:
         """Count the images that two views agree on."""
-        self._same += int((logits.argmax(dim=1) == others.argmax(dim=1)).sum().item())
-        self._seen += len(logits)
+        self.hits += int((logits.argmax(dim=1) == others.argmax(dim=1)).sum().item())
+        self.seen += len(logits)
 
     def accuracy(self) -> float:
         """The share of the last step's images whose two views were classified alike."""
-        return self._same / self._seen if self._seen else 1.0
+        return self.hits / self.seen if self.seen else 1.0
 
 
 class LogitData(UnlabelledData):
@@ -277,7 +277,7 @@ class SelfTraining(UnlabelledData):
     def _parts(
         self, some: list[int], targets: torch.Tensor, step: int
     ) -> Iterator[tuple[torch.Tensor, LossOf]]:
-        self._same = self._seen = 0
+        self.hits = self.seen = 0
         random = generator_of(self._training.seed, "crops", step)
         total = torch.tensor(float(len(some)), device=targets.device)
         size = max(1, math.ceil(len(some) / self._training.accumulate))

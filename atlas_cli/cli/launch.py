@@ -1,0 +1,126 @@
+"""A command in several processes: started by torch's own launcher, and as one of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from atlas_cli.cli import console
+from atlas_cli.errors import UsageError
+
+COMMANDS = ("eval", "fit", "negate", "add", "tta", "finetune")
+_OUTPUTS = ("-o", "--output", "--predictions", "--vector", "--vectors-dir")
+
+
+def launch(given: Sequence[str]) -> int:
+    """Run a command in as many processes as --launch says, and give its exit code."""
+    count, rest = _without_launch(given)
+    if not rest or rest[0] not in COMMANDS:
+        raise UsageError(f"--launch is for {', '.join(COMMANDS)}")
+    if "-" in rest or "--online" in rest:
+        raise UsageError("--launch: several processes cannot share stdin; give a file")
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"atlas-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "atlas_cli", *rest)
+    except SignalException as ended:
+        by_user = ended.sigval == signal.SIGINT
+        console.note("interrupted" if by_user else "terminated")
+        return 130 if by_user else 143
+    except ChildFailedError as problem:
+        rank, failure = problem.get_first_failure()
+        code = failure.exitcode
+        if code < 0:
+            name = signal.Signals(-code).name
+            console.note(f"error: process {rank} of {count} was ended by {name}")
+            return 143 if -code == signal.SIGTERM else 1
+        if code == 143:
+            console.note("terminated")
+        return code
+    return 0
+
+
+def _without_launch(given: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of processes, and the command line of each."""
+    rest, count, words = [], "", iter(given)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--launch":
+            count = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not count.isdecimal() or not int(count):
+        raise UsageError(f"--launch {count}: expected a number of processes")
+    return int(count), rest
+
+
+def as_rank(given: Sequence[str], main: Callable[[Sequence[str]], int]) -> int:
+    """Run a command as one of several processes: the first writes and prints, the others do not."""
+    rank, rest = int(os.environ["RANK"]), list(given)
+    if not rest or rest[0] not in COMMANDS:
+        return main(rest)
+    from atlas_cli.learning import ranks
+
+    device = rest[rest.index("--device") + 1] if "--device" in rest[:-1] else "auto"
+    if rank:
+        with tempfile.TemporaryDirectory(prefix="atlas-rank-") as folder:
+            shown, sys.stderr = sys.stderr, io.StringIO()
+            sys.stdout = io.StringIO()
+            code = _joined(device, _elsewhere(rest, folder), main)
+            said, sys.stderr = sys.stderr.getvalue(), shown
+        if code and code != 130:
+            time.sleep(ranks.GRACE)  # the first rank has the same problem, if it is the command's
+            sys.stderr.write(said)
+        return code
+    code = _joined(device, rest, main)
+    if not code and {"-v", "--verbose"} & set(rest) and ranks.sent["steps"]:
+        steps, count = ranks.sent["steps"], os.environ["WORLD_SIZE"]
+        each = ranks.sent["bytes"] / steps
+        console.note(f"{count} processes: {each:,.0f} bytes sent per rank and gradient ({steps})")
+    return code
+
+
+def _joined(device: str, rest: list[str], main: Callable[..., int]) -> int:
+    from atlas_cli.learning.ranks import join, leave
+
+    join(device)
+    try:
+        return main(rest)
+    finally:
+        leave()
+
+
+def _elsewhere(given: Sequence[str], folder: str) -> list[str]:
+    """The same command line with outputs that nobody looks at."""
+    found: list[str] = []
+    for number, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        if equals and name in _OUTPUTS:
+            found.append(f"{name}={folder}/{Path(value).name}")
+        elif number and given[number - 1] in _OUTPUTS:
+            found.append(f"{folder}/{Path(word).name}")
+        else:
+            found.append(word)
+    return [*found, "--quiet"]
