@@ -46,6 +46,7 @@ RUNS: dict[str, list[str]] = {
         for more in ([], ["--linearised"], ["--lora", "2"])
     },
 }
+LOOSE = ("finetune", "fit-lpp")  # small gradients or large numbers: rounding shows earlier
 MERGES = ("slerp", "ties", "model_stock", "della")
 
 
@@ -148,7 +149,7 @@ def test_learning_gives_on_an_accelerator_what_it_gives_on_the_cpu(world: Path):
         # The bias of keys changes nothing: where its gradient is rounding, AdamW's steps are noise.
         keys = [key for key in theirs if not key.endswith("in_proj_bias[k]")]
         worst = max(abs(ours[key] - theirs[key]) / max(1, abs(theirs[key])) for key in keys)
-        if worst > (1e-4 if name.startswith("finetune") else 1e-5):
+        if worst > (1e-4 if name.startswith(LOOSE) else 1e-5):
             differences[name] = worst
     assert differences == {}
 
