@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -27,39 +25,13 @@ def launch(given: Sequence[str]) -> int:
     if "-" in rest or "--online" in rest:
         raise UsageError("--launch: several processes cannot share stdin; give a file")
 
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from atlas_cli.learning import ranks
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=f"atlas-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "atlas_cli", *rest)
-    except SignalException as ended:
-        by_user = ended.sigval == signal.SIGINT
-        console.note("interrupted" if by_user else "terminated")
-        return 130 if by_user else 143
-    except ChildFailedError as problem:
-        rank, failure = problem.get_first_failure()
-        code = failure.exitcode
-        if code < 0:
-            name = signal.Signals(-code).name
-            console.note(f"error: process {rank} of {count} was ended by {name}")
-            return 143 if -code == signal.SIGTERM else 1
-        if code == 143:
-            console.note("terminated")
-        return code
-    return 0
+    code, said = ranks.start(count, [sys.executable, "-m", "atlas_cli", *rest])
+    if said:
+        console.note(said)
+    return code
 
 
 def _without_launch(given: Sequence[str]) -> tuple[int, list[str]]:

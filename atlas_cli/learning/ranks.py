@@ -9,7 +9,9 @@ without labels, gather the features of the batch as well. Everything else is com
 from __future__ import annotations
 
 import datetime
+import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.models.composed import LossOf
@@ -25,6 +30,35 @@ _TIMEOUT = 600.0  # seconds for an answer; ATLAS_TIMEOUT says otherwise
 GRACE = 10.0  # seconds in which the launcher ends a rank whose peer failed
 Value = TypeVar("Value")
 sent = {"messages": 0, "bytes": 0, "steps": 0}  # by this rank, as a ring sends them
+
+
+def start(count: int, command: list[str]) -> tuple[int, str]:
+    """Run a command in some processes by torch's launcher: the exit code, and what to say of it."""
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"atlas-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except SignalException as ended:
+        return (130, "interrupted") if ended.sigval == signal.SIGINT else (143, "terminated")
+    except ChildFailedError as problem:
+        rank, failure = problem.get_first_failure()
+        code = failure.exitcode
+        if code in (143, -signal.SIGTERM):
+            return 143, "terminated"
+        if code < 0:
+            name = signal.Signals(-code).name
+            return 1, f"error: process {rank} of {count} was ended by {name}"
+        return code, ""
+    return 0, ""
 
 
 def join(device: str) -> None:

@@ -262,21 +262,18 @@ def prepare(
 def learn(
     verb: LearningVerb, options: RunOptions, on_event: Listener, stop: Callable[[], bool]
 ) -> LearningResult:
-    """Check everything, learn, and write the folder if there is one.
-
-    A failure leaves nothing half-written.
-    """
+    """Check everything, learn, and write the folder if there is one; all of it or nothing."""
     with prepare(verb, options, on_event) as ready:
         from atlas_cli.learning.run_folder import open_folder
         from atlas_cli.learning.selection import score_test_images
 
-        stop = agreed(stop)
         on_event(Planned(*ready.plan()))
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")
         on_event(PhaseStarted("hashing the images"))
         with open_folder(options.folder, ready.config, options) as folder:
             try:
+                stop = agreed(stop)
                 selection = _selected(verb, ready, folder, options, on_event, stop)
                 selection = verb.complete(ready, selection)
                 stopped = stop()
