@@ -204,10 +204,10 @@ def call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Result]:
     """Run atlas within the test's own process: quicker, and the same code."""
-    from atlas_cli.cli import progress
+    from atlas_cli.cli import console
     from atlas_cli.cli.app import main
 
-    monkeypatch.setattr(progress, "PAUSE", math.inf)  # as warm.py does
+    monkeypatch.setattr(console, "PAUSE", math.inf)  # as warm.py does
 
     def call_main(*arguments: str | Path) -> Result:
         capsys.readouterr()

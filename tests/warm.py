@@ -165,10 +165,10 @@ def serve(listening: socket.socket) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as run() does, before numpy is there
 
     from atlas_cli import __main__  # noqa: F401
-    from atlas_cli.cli import app, progress, warm  # noqa: F401
+    from atlas_cli.cli import app, console, warm  # noqa: F401
     from atlas_cli.models.clip import open_tokenizer
 
-    progress.PAUSE = math.inf  # how slow the machine is today is no part of what a command says
+    console.PAUSE = math.inf  # how slow the machine is today is no part of what a command says
     for length in (16, 32, 77):  # of the models in tests, of the built-in one and of CLIP
         open_tokenizer({"text_cfg": {"context_length": length}}, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the tests decide
