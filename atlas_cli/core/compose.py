@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from atlas_cli.core import stacks, storage
     from atlas_cli.core.stacks import Stack
     from atlas_cli.core.storage import Block
-    from atlas_cli.native import kernels
 else:
     torch = late("torch")
     stacks, storage = late("atlas_cli.core.stacks"), late("atlas_cli.core.storage")
-    kernels = late("atlas_cli.native.kernels")
 
 Tensors = Mapping[str, "torch.Tensor"]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
@@ -183,7 +181,7 @@ def coefficient_gradient(
 ) -> torch.Tensor:
     """T vec(G) of every block, summed over the blocks that share a coefficient, in float64."""
     first = next(iter(composition.base.values()))
-    total = torch.zeros(composition.shape, dtype=kernels.widest(first), device=first.device)
+    total = torch.zeros(composition.shape, dtype=storage.widest(first), device=first.device)
     parts = spread(lambda name: list(_dots(composition, name, gradients[name])), gradients)
     for part in parts:
         for members, columns, values in part:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core.storage import Dense, Quantised
+from atlas_cli.core.storage import Dense, Quantised, widest
 from atlas_cli.native import kernels
 
 _SUMMED = 1 << 15  # elements whose products are summed in float32: more would cost digits
@@ -83,7 +83,7 @@ def add(
 
 def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
     """T[:, span] @ gradient[span], one number per vector, summed over tiles in float64."""
-    total = torch.zeros(len(stack.members), dtype=kernels.widest(gradient), device=gradient.device)
+    total = torch.zeros(len(stack.members), dtype=widest(gradient), device=gradient.device)
     if isinstance(stack, FactorStack):
         span, width, inner = _factor_rows(stack, span)
         part = gradient[slice(*span)].view(-1, width)
@@ -240,7 +240,7 @@ def scattered_dot(
     """Per vector and part, `count` in all, the sum of T_i * gradient over elements of the part."""
     parts = part_of.to(gradient.device)
     shape = len(stack.members), count
-    total = torch.zeros(shape, dtype=kernels.widest(gradient), device=gradient.device)
+    total = torch.zeros(shape, dtype=widest(gradient), device=gradient.device)
     for start, stop, tile in _dense_tiles(stack, len(gradient)):
         products = (tile.to(total.device) * gradient[start:stop]).to(total.dtype)
         total.index_add_(1, parts[start:stop].long(), products)

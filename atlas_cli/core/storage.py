@@ -14,6 +14,8 @@ from itertools import product
 
 import torch
 
+from atlas_cli.native import kernels
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -390,3 +392,9 @@ def _roots(products: torch.Tensor, scale: float) -> torch.Tensor:
 def _chunks(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, max(1, size)):
         yield slice(start, start + max(1, size))
+
+
+def widest(values: torch.Tensor) -> torch.dtype:
+    """float64, or float32 where a device has nothing wider."""
+    wide = values.is_cpu or kernels.has_float64(values.device)
+    return torch.float64 if wide else torch.float32

@@ -137,7 +137,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def exact(values: torch.Tensor) -> torch.Tensor:
     """values, in float64; on the CPU if they are on a device that has no float64."""
-    return (values if kernels.has_float64(values.device) else values.cpu()).double()
+    return (
+        values if values.is_cpu or kernels.has_float64(values.device) else values.cpu()
+    ).double()
 
 
 def total(values: torch.Tensor) -> float:

@@ -169,11 +169,6 @@ def _array(kind: Any, values: Sequence[Any]) -> Any:
 # Wide sums ------------------------------------------------------------------------------------
 
 
-def widest(values: torch.Tensor) -> torch.dtype:
-    """float64, or float32 where a device has nothing wider."""
-    return torch.float64 if has_float64(values.device) else torch.float32
-
-
 @cache
 def has_float64(device: torch.device) -> bool:
     """Whether a device computes in float64; mps and some others do not."""
