@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -113,9 +112,7 @@ def never() -> bool:
 
 
 def agreed(stop: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether to stop: where a run has several processes, all of them give one answer."""
-    if not os.environ.get("RANK"):
-        return stop
+    """Whether to stop, in a run of several processes: all of them give one answer."""
     from atlas_cli.learning import ranks
 
     return ranks.agreed(stop)

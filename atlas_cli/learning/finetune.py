@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,7 +114,7 @@ def finetune(
     """
     options, vectors = options or RunOptions(), vectors or VectorOutput()
     options.check()
-    stop = agreed(stop)
+    stop = agreed(stop) if "RANK" in os.environ else stop
     if not (options.folder or vectors.vector or vectors.folder):
         raise UsageError("nothing would be kept; give -o DIR, --vector FILE or --vectors-dir DIR")
     check_model(recipe)

@@ -273,7 +273,7 @@ def learn(
         on_event(PhaseStarted("hashing the images"))
         with open_folder(options.folder, ready.config, options) as folder:
             try:
-                stop = agreed(stop)
+                stop = agreed(stop) if "RANK" in os.environ else stop
                 selection = _selected(verb, ready, folder, options, on_event, stop)
                 selection = verb.complete(ready, selection)
                 stopped = stop()
