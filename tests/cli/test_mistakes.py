@@ -75,7 +75,7 @@ def test_an_argument_after_an_option_of_many_values_is_not_swallowed(call):
     base = ("--model", "builtin:tiny", "--shots", "1", "--epochs", "1", "--batch-size", "8")
     vectors = ("--vectors", "builtin:digits", "builtin:signs")
     first = call("fit", "builtin:terrain", *vectors, *base, "--quiet")
-    last = call("fit", *base, *vectors, "builtin:terrain", "--quiet")
+    last = call("fit", *base, *vectors, "builtin:terrain")
     assert (first.code, last.code, last.out) == (0, 0, first.out)
     assert (
         last.err.splitlines()[0] == "atlas: 'builtin:terrain' is taken for DATA, which is missing"
