@@ -10,17 +10,19 @@ from pathlib import Path
 
 from warm import start
 
+LONGEST = 20_000  # epochs
 
-def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
-    """Kill a run some time after it has saved something, again and again; how often it was.
 
-    A run that ends before it is killed, as one may on a busy machine, is begun again.
+def kill_and_resume(given: list[str], folder: Path, times: int) -> list[str]:
+    """Kill a run some time after it has saved something, again and again; the words it was given.
+
+    A run that ends before it is killed, as one may on a fast or a busy machine, is begun again with
+    twice as many epochs.
     """
     dice = random.Random(0)
-    killed = 0
-    for _ in range(times + 20):
-        if killed == times:
-            break
+    given, killed = list(given), 0
+    epochs = len(given) - given[::-1].index("--epochs")  # the last word of that name is obeyed
+    while killed < times:
         state = folder / "state.safetensors"
         before = state.stat().st_mtime_ns if state.exists() else 0
         process = start(*given, "-o", folder, "--resume")
@@ -34,7 +36,9 @@ def kill_and_resume(given: list[str], folder: Path, times: int) -> int:
         if process.returncode != -signal.SIGKILL:
             assert process.returncode == 0, err
             shutil.rmtree(folder)
+            given[epochs] = str(2 * int(given[epochs]))
+            assert int(given[epochs]) < LONGEST, "a run ends before it can be killed"
             killed = 0
         else:
             killed += 1
-    return killed
+    return given
