@@ -200,9 +200,10 @@ class MemoryBudget:
 
     @contextmanager
     def take(self, wanted: int) -> Iterator[None]:
-        """Hold so many bytes, once they are free."""
+        """Hold so many bytes, once they are free; more than there are at all, once all are."""
+        enough = min(wanted, self.total)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
+            self._changed.wait_for(lambda: self._free >= enough)
             self._free -= wanted
         try:
             yield

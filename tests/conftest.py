@@ -61,6 +61,7 @@ TINY_CONFIG = {
     },
 }
 _NUMBERS = itertools.count()
+_ENVIRONMENT: dict[str, str] = {}  # as it was when the tests began
 HALF = {"size": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 
 
@@ -91,18 +92,30 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for caches: no test sees those of the user."""
     folder = tmp_path_factory.mktemp("home")
     os.environ["HF_HOME"] = str(folder / "hf")
+    _ENVIRONMENT.update(os.environ)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def own_surroundings(home: Path) -> Iterator[None]:
-    """Every test begins with an empty cache, ends, and leaves no process behind."""
+    """Every test begins with an empty cache, ends, and leaves no process behind.
+
+    What commands that ran in this process have set in its environment is forgotten: a warm process
+    would have to start a new Python for it.
+    """
+    _restore(_ENVIRONMENT)
     os.environ["ATLAS_CACHE"] = str(home / f"cache{next(_NUMBERS)}")
     signal.signal(signal.SIGALRM, _fail)
     signal.alarm(LONGEST)
     yield
     signal.alarm(0)
     warm.kill_started()
+
+
+def _restore(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def _fail(number: int, frame: object) -> None:
@@ -211,7 +224,9 @@ def call(
 
     def call_main(*arguments: str | Path) -> Result:
         capsys.readouterr()
+        environment = dict(os.environ)
         code = main([str(argument) for argument in arguments])
+        _restore(environment)
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 

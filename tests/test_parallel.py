@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import TIMEOUT
 
-from atlas_cli.parallel import ThreadPool, in_order, resident
+from atlas_cli.parallel import MemoryBudget, ThreadPool, in_order, resident
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -54,3 +56,22 @@ def test_memory_is_counted_in_pages_of_the_size_that_the_system_has(monkeypatch)
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
     monkeypatch.setattr(Path, "read_text", lambda path: "900 7 3 1 0 2 0\n")
     assert resident() == 7 * 65536
+
+
+@pytest.mark.parametrize("total", [10, -5])
+def test_whoever_wants_more_memory_than_there_is_works_alone(total: int):
+    budget, working, most = MemoryBudget(total), [], []
+
+    def work(_: int) -> None:
+        with budget.take(20):
+            working.append(1)
+            most.append(len(working))
+            time.sleep(0.01)
+            working.pop()
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT / 10)
+    assert most == [1, 1, 1]
