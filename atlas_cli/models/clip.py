@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import logging
@@ -264,7 +266,7 @@ def _mismatches(places: Mapping[str, torch.Tensor], tensors: LazyTensors) -> lis
 
 def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
     """The tokenizer that a configuration names, or the one of CLIP."""
-    from atlas_cli.models.open_clip_import import clip_tokenizer, open_clip  # slow to import
+    from atlas_cli.models.open_clip_import import open_clip  # slow to import
 
     text = with_local_text(model, folder)["text_cfg"]
     length = text.get("context_length", 77)
@@ -277,13 +279,23 @@ def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
     try:
         with _quiet():  # code that comes with a tokenizer is never run
             if not name:
-                return clip_tokenizer(length, **options)  # type: ignore[no-any-return]
+                made = copy.copy(_clip_tokenizer(**options))
+                made.context_length = length
+                return made  # type: ignore[no-any-return]
             return open_clip.tokenizer.HFTokenizer(  # type: ignore[no-any-return]
                 name, context_length=length, trust_remote_code=False, **options
             )
     except Exception as problem:  # of three libraries, for what a stranger wrote
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise CheckpointError(f"tokenizer {name}: cannot be opened: {reason}") from problem
+
+
+@functools.cache
+def _clip_tokenizer(**options: Any) -> Any:
+    """CLIP's own, made once: its tables take as long to build as a small model, and 22 MB."""
+    from atlas_cli.models.open_clip_import import open_clip
+
+    return open_clip.SimpleTokenizer(**options)
 
 
 # What configurations of open_clip say of tokenizers of transformers.

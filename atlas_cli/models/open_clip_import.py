@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 from types import ModuleType
 from typing import Any
@@ -35,19 +33,6 @@ def configuration_of(reference: Reference) -> tuple[dict[str, Any], dict[str, An
     model = {**architecture_named(reference.name), "quick_gelu": bool(tag.get("quick_gelu", False))}
     keys = ("mean", "std", "interpolation", "resize_mode")
     return model, {key: tag[key] for key in keys if key in tag}
-
-
-def clip_tokenizer(length: int, **options: Any) -> Any:
-    """CLIP's own tokenizer for texts of some length."""
-    made = copy.copy(_clip_tokenizer(**options))
-    made.context_length = length
-    return made
-
-
-@functools.cache
-def _clip_tokenizer(**options: Any) -> Any:
-    """Made once: its tables take as long to build as a small model, and 22 MB."""
-    return open_clip.SimpleTokenizer(**options)
 
 
 def check_tower_size(module: Any, size: Any) -> None:
