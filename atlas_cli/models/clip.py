@@ -279,7 +279,7 @@ def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
     try:
         with _quiet():  # code that comes with a tokenizer is never run
             if not name:
-                made = copy.copy(_clip_tokenizer(**options))
+                made = copy.copy(_made_once(open_clip.SimpleTokenizer, **options))
                 made.context_length = length
                 return made  # type: ignore[no-any-return]
             return open_clip.tokenizer.HFTokenizer(  # type: ignore[no-any-return]
@@ -291,11 +291,9 @@ def open_tokenizer(model: Mapping[str, Any], folder: Path | None) -> Tokenize:
 
 
 @functools.cache
-def _clip_tokenizer(**options: Any) -> Any:
-    """CLIP's own, made once: its tables take as long to build as a small model, and 22 MB."""
-    from atlas_cli.models.open_clip_import import open_clip
-
-    return open_clip.SimpleTokenizer(**options)
+def _made_once(tokenizer: Callable[..., Any], **options: Any) -> Any:
+    """CLIP's tokenizer: its tables take as long to build as a small model, and 22 MB."""
+    return tokenizer(**options)
 
 
 # What configurations of open_clip say of tokenizers of transformers.
@@ -389,8 +387,7 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, tensor in clip.module.state_dict().items():
         if not name.startswith("visual."):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest(tensor)}".encode())
     text = {**clip.config, "vision_cfg": None}
     digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
     inner: Any = getattr(clip.tokenize, "tokenizer", clip.tokenize)
