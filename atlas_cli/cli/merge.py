@@ -21,7 +21,10 @@ from atlas_cli.errors import UsageError
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import Merged, MergeEvent, MergeOptions, MergePlan
     from atlas_cli.merging.model_card import Evaluated
+    from atlas_cli.merging.slices import MergeSlice
     from atlas_cli.recipes.merge import Merge
+
+    Shown = MergePlan | Merged | MergeSlice
 
 RecipeFile = Annotated[
     str | None,
@@ -69,7 +72,13 @@ KeepIntermediate = Annotated[
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse recipes with parameters that have no effect.")
 ]
-
+Slice = Annotated[
+    str | None,
+    typer.Option("--slice", metavar="I/N", help="Write the I-th of N parts only, in place."),
+]
+Finish = Annotated[
+    bool, typer.Option("--finish", help="Make the model of slices that were written.")
+]
 MaxRank = Annotated[
     int | None, typer.Option(min=1, help="Of LoRA adapters: the best one of this rank, at most.")
 ]
@@ -97,6 +106,8 @@ def merge(
     keep_intermediate: KeepIntermediate = None,
     copy_tokenizer: CopyTokenizer = True,
     write_model_card: WriteCard = True,
+    slice_: Slice = None,
+    finish: Finish = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -116,6 +127,7 @@ def merge(
         return
     name, target = _named(recipe, result, output, dry_run=dry_run, explain=explain)
     budget, shard = _size("--memory", memory), _size("--max-shard-size", max_shard_size)
+    part = _slice(slice_, finish=finish, without={"--dry-run": dry_run, "--push": bool(push)})
     _check(push, explain)
     checked = _changed(_read_recipe(name, strict=strict), max_rank, random_seed)
     shown = _read_evaluation(evaluation) if evaluation else None
@@ -124,9 +136,11 @@ def merge(
         *(keep_intermediate, copy_tokenizer, write_model_card),
     )
     if dry_run:
-        found: MergePlan | Merged = _plan(checked, target, options, explain, quiet=quiet)
+        found: Shown = _plan(checked, target, options, explain, quiet=quiet)
+    elif part:
+        found = _write_slice(checked, target, options, part, quiet=quiet)
     else:
-        found = _write(checked, target, options, push, quiet=quiet)
+        found = _write(checked, target, options, push, finish=finish, quiet=quiet)
     _show(found, as_json=as_json)
 
 
@@ -157,6 +171,21 @@ def _size(option: str, text: str) -> int:
     if found := parse_bytes(text):
         return found
     raise UsageError(f"{option} {text}: expected a size such as 512MB or 2GiB")
+
+
+def _slice(text: str | None, *, finish: bool, without: dict[str, bool]) -> tuple[int, int] | None:
+    """The number of a slice, and how many there are. Raises UsageError for what makes no sense."""
+    if finish and without["--dry-run"]:
+        raise UsageError("--finish writes a model, and --dry-run writes nothing; give one of them")
+    if text is None:
+        return None
+    others = [name for name, given in {"--finish": finish, **without}.items() if given]
+    if others:
+        raise UsageError(f"--slice writes a part of a model, without {others[0]}")
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(f"--slice {text}: expected I/N with I from 1 to N, such as 1/4")
+    return int(found[1]), int(found[2])
 
 
 def _check(push: str | None, explain: str | None) -> None:
@@ -215,13 +244,33 @@ def _plan(
     return plan_merge(merge, options, output=target, explain=explain, on_event=listener)
 
 
-def _write(
-    merge: Merge, target: Path, options: MergeOptions, push: str | None, *, quiet: bool
-) -> Merged:
-    from atlas_cli.merging.merge import merge as run
+def _write_slice(
+    merge: Merge, target: Path, options: MergeOptions, part: tuple[int, int], *, quiet: bool
+) -> MergeSlice:
+    from atlas_cli.merging.slices import merge_slice
 
     with _Listener(quiet=quiet) as listener:
-        merged = run(merge, target, options, on_event=listener)
+        return merge_slice(merge, target, *part, options, on_event=listener)
+
+
+def _write(
+    merge: Merge,
+    target: Path,
+    options: MergeOptions,
+    push: str | None,
+    *,
+    finish: bool,
+    quiet: bool,
+) -> Merged:
+    with _Listener(quiet=quiet) as listener:
+        if finish:
+            from atlas_cli.merging.slices import finish_merge
+
+            merged = finish_merge(merge, target, options, on_event=listener)
+        else:
+            from atlas_cli.merging.merge import merge as run
+
+            merged = run(merge, target, options, on_event=listener)
     if push:
         _push(target, push, quiet=quiet)
     return merged
@@ -268,7 +317,7 @@ class _Listener(ExitStack):
                 console.note(f"rank {rank}: relative error {error:.2g} of the exact sum")
 
 
-def _show(result: MergePlan | Merged, *, as_json: bool) -> None:
+def _show(result: Shown, *, as_json: bool) -> None:
     facts = {"atlas": __version__, **dataclasses.asdict(result)}
     console.emit(facts if as_json else result, as_json=as_json)
 

@@ -23,8 +23,8 @@ try:
 except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
-_JOURNAL, _MODEL, _REPLACED = "journal", "model", "replaced"
-_MARK = "atlas merge "  # how a journal begins
+JOURNAL, MODEL, _REPLACED = "journal", "model", "replaced"
+MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
 Piece = tuple[int, int]  # the number of an output, and of a piece of it
@@ -83,20 +83,20 @@ class StagingFolder:
 
     def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
         self.target = target
-        self._home = _staging(target)
-        self.folder = self._home / _MODEL
+        self._home = staging_home(target)
+        self.folder = self._home / MODEL
         check_staging(target)
         self._home.mkdir(exist_ok=True)
-        self._journal = os.open(self._home / _JOURNAL, OPEN | os.O_APPEND, 0o666)
+        self._journal = os.open(self._home / JOURNAL, OPEN | os.O_APPEND, 0o666)
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         self._writing = {name: threading.Lock() for name in files}
         try:
-            _claim(self._journal, target)
+            claim(self._journal, target)
             self.done = self._resume(identity, files)
             for name, length in files.items():
                 self._files[name] = os.open(self.folder / name, OPEN, 0o666)
-                _reserve(self._files[name], length)
+                reserve(self._files[name], length)
         except AtlasError:
             self.close()
             raise
@@ -106,18 +106,18 @@ class StagingFolder:
 
     def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
         """The pieces that an earlier run of the same work finished; else an empty folder."""
-        first, *lines = (self._home / _JOURNAL).read_text("utf-8", "replace").split("\n")
+        first, *lines = (self._home / JOURNAL).read_text("utf-8", "replace").split("\n")
         pieces = [re.fullmatch(r"(\d{1,9}) (\d{1,9})", line) for line in lines[:-1]]
         here = all(_is_file(self.folder / name, length) for name, length in files.items())
-        if lines and first == _MARK + identity and here and all(pieces):
+        if lines and first == MARK + identity and here and all(pieces):
             # Companion files are written last, and anew: one may have been cut short.
-            _remove_all_but(self.folder, files)
+            remove_all_but(self.folder, files)
             # The last line may be cut short: it is no piece.
             return {(int(found[1]), int(found[2])) for found in pieces if found}
-        _remove_all_but(self._home, [_JOURNAL])
+        remove_all_but(self._home, [JOURNAL])
         self.folder.mkdir()
         os.ftruncate(self._journal, 0)
-        os.write(self._journal, f"{_MARK}{identity}\n".encode())
+        os.write(self._journal, f"{MARK}{identity}\n".encode())
         return set()
 
     def write(self, file: str, offset: int, content: memoryview | bytes) -> None:
@@ -165,13 +165,13 @@ class StagingFolder:
         self.close()
 
 
-def _staging(target: Path) -> Path:
+def staging_home(target: Path) -> Path:
     return target.absolute().parent / f".{target.name}.part"
 
 
 def check_staging(target: Path) -> None:
     """Raise AtlasError if the place of the staging folder is taken by what atlas did not make."""
-    home = _staging(target)
+    home = staging_home(target)
     if not os.path.lexists(home):
         return
     status = home.lstat()
@@ -186,14 +186,14 @@ def check_staging(target: Path) -> None:
 def _is_ours(home: Path) -> bool:
     """Whether a folder is empty, has just been made, or has a journal that atlas merge wrote."""
     names = {path.name for path in home.iterdir()}
-    journal = home / _JOURNAL
-    if _JOURNAL not in names:
+    journal = home / JOURNAL
+    if JOURNAL not in names:
         return not names
     if journal.is_symlink() or not journal.is_file():
         return False
     with journal.open("rb") as file:
-        head = file.read(len(_MARK))
-    return head == _MARK.encode() or (not head and names == {_JOURNAL})
+        head = file.read(len(MARK))
+    return head == MARK.encode() or (not head and names == {JOURNAL})
 
 
 def recover(target: Path) -> None:
@@ -201,39 +201,40 @@ def recover(target: Path) -> None:
 
     If the new one has its name already, the rest of the staging folder is removed.
     """
-    home = _staging(target)
+    home = staging_home(target)
     if not os.path.lexists(home):
         return
     check_staging(target)
     replaced = home / _REPLACED
-    journal = os.open(home / _JOURNAL, OPEN) if (home / _JOURNAL).exists() else None
+    journal = os.open(home / JOURNAL, OPEN) if (home / JOURNAL).exists() else None
     try:
         if journal is None:
             return
-        _claim(journal, target)
+        claim(journal, target)
         if replaced.is_dir() and not os.path.lexists(target):
             replaced.rename(target)
-        elif target.is_dir() and not (home / _MODEL).exists():
+        elif target.is_dir() and not (home / MODEL).exists():
             shutil.rmtree(home, ignore_errors=True)
     finally:
         if journal is not None:
             os.close(journal)
 
 
-def _claim(journal: int, target: Path) -> None:
+def claim(journal: int, target: Path, part: str = "", *, shared: bool = False) -> None:
+    """Hold a journal for this process, or together with others; raise AtlasError if one has it."""
     if fcntl is None:
         return
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(journal, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as problem:
-        raise AtlasError(f"{target}: another atlas merge is writing it") from problem
+        raise AtlasError(f"{part}{target}: another atlas merge is writing it") from problem
 
 
 def _is_file(path: Path, length: int) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size == length
 
 
-def _remove_all_but(folder: Path, kept: Iterable[str]) -> None:
+def remove_all_but(folder: Path, kept: Iterable[str]) -> None:
     for path in folder.iterdir():
         if path.name not in set(kept):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -242,7 +243,7 @@ def _remove_all_but(folder: Path, kept: Iterable[str]) -> None:
 def check_space(target: Path, wanted: int) -> None:
     """Raise if the disk has no room for what is still to be written."""
     folder = target.absolute().parent
-    kept = _staging(target) / _MODEL
+    kept = staging_home(target) / MODEL
     there = sum(_on_disk(path) for path in kept.glob("*")) if kept.is_dir() else 0
     free = shutil.disk_usage(folder).free
     if wanted - there > free:
@@ -257,7 +258,7 @@ def _on_disk(path: Path) -> int:
     return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
 
 
-def _reserve(file: int, length: int) -> None:
+def reserve(file: int, length: int) -> None:
     """Have the room of a file at once where the file system can, which makes writing it cheaper."""
     try:
         if length and hasattr(os, "posix_fallocate"):

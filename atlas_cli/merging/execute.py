@@ -156,7 +156,7 @@ def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count
             raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
         try:
             run(plan, prepared.inputs.producer, staging, request.limits, advance)
-            _finish(prepared, staging, locked(merge, located, taken.result()))
+            complete(prepared, staging, locked(merge, located, taken.result()))
         except OSError as problem:
             staging.abandon()
             raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
@@ -167,7 +167,7 @@ def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count
             staging.close()
 
 
-def _finish(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, Any]) -> None:
+def complete(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, Any]) -> None:
     """Write headers and companion files, and give the folder its name."""
     for number, shard in enumerate(prepared.plan.shards):
         metadata = {**(_metadata(recipe) if number == 0 else {}), "format": "pt"}

@@ -185,7 +185,7 @@ def merge(
     The folder appears when it is complete. A merge that was stopped is resumed by the same call.
     """
     checked, target, options = _checked(recipe), Path(output), options or MergeOptions()
-    _check_place(target, force=options.force)
+    check_place(target, force=options.force)
     if not checked.steps:
         return _write(checked, target, options, on_event)
     between = replace(options, force=True, evaluation=None)
@@ -198,19 +198,25 @@ def merge(
 
 
 def _write(merge: Merge, target: Path, options: MergeOptions, on_event: MergeListener) -> Merged:
-    prepared = _prepare(merge, target, options, on_event)
+    prepared = prepare_merge(merge, target, options, on_event)
     check_target(target, force=options.force)
 
     from atlas_cli.merging.execute import write
 
     on_event(MergeStarted(prepared.plan.bytes))
     write(prepared, lambda count: on_event(BytesWritten(count)))
-    plan, adapter = prepared.plan, prepared.inputs.adapter
+    adapter = prepared.inputs.adapter
     if adapter and merge.recipe.max_rank and (error := adapter.error()) is not None:
         on_event(RankReduced(merge.recipe.max_rank, error))
+    return merged_of(prepared)
+
+
+def merged_of(prepared: PreparedMerge) -> Merged:
+    """What is told of a model that was written."""
+    plan, target = prepared.plan, prepared.request.target
     return Merged(
         str(target),
-        merge.method,
+        prepared.request.merge.method,
         len(plan.outputs),
         sum(tensor.size for tensor in plan.outputs),
         plan.bytes,
@@ -233,7 +239,7 @@ def plan_merge(
     checked, options = _checked(recipe), options or MergeOptions()
 
     def prepare(merge: Merge, target: Path) -> PreparedMerge:
-        return _prepare(merge, target, options, on_event)
+        return prepare_merge(merge, target, options, on_event)
 
     with planned_steps(checked, prepare) as (last, steps):
         prepared = prepare(last, Path(output))
@@ -291,9 +297,10 @@ def _checked(recipe: Merge | str | Path) -> Merge:
     return read_merge(text, str(recipe), source_problems)
 
 
-def _prepare(
+def prepare_merge(
     merge: Merge, target: Path, options: MergeOptions, on_event: MergeListener
 ) -> PreparedMerge:
+    """Find and open all inputs of one merge, and plan it. Nothing is written."""
     if merge.idle:
         on_event(SettingsUnused(merge.idle))
     located = locate_inputs(merge)
@@ -350,19 +357,23 @@ def _pinned(merge: Merge, vectors: Sequence[GatheredVector]) -> Merge:
     return merge.with_vectors(entries, {one.text: one.file for one in vectors})
 
 
-def check_target(target: Path, *, force: bool) -> None:
+def check_target(target: Path, *, force: bool, recovers: bool = True) -> None:
     """Raise AtlasError unless a model can be written to this folder without a loss."""
-    _check_place(target, force=force)
+    check_place(target, force=force, recovers=recovers)
     if target.exists() and not target.is_dir():
         raise AtlasError(f"{target}: is a file; a model is a folder")
     if target.exists() and any(target.iterdir()) and not (target / MANIFEST).is_file():
         raise AtlasError(f"{target}: was not written by atlas merge; remove it yourself")
 
 
-def _check_place(target: Path, *, force: bool) -> None:
-    """Raise AtlasError for what can be wrong with the folder whatever the inputs are."""
+def check_place(target: Path, *, force: bool, recovers: bool = True) -> None:
+    """Raise AtlasError for what can be wrong with the folder whatever the inputs are.
+
+    What a kill left is put right first, unless other processes may be writing there.
+    """
     if not target.absolute().parent.is_dir():
         raise AtlasError(f"{target.parent}: no such folder")
-    recover(target)
+    if recovers:
+        recover(target)
     if target.is_dir() and any(target.iterdir()) and not force:
         raise AtlasError(f"{target}: exists already; use --force to replace it")
