@@ -51,6 +51,9 @@ FITS: dict[str, dict[str, Any]] = {
     "block with prolip": {**SHORT, "adapter": "prolip"},
     "partition 5": {**SHORT, "granularity": "partition:5"},
     "partition 20": {**SHORT, "granularity": "partition:20"},
+    "partition 80": {**SHORT, "granularity": "partition:80"},
+    "svd basis": {"basis": "svd:12", "augment": "slight"},
+    "svd basis, then lpp": {"basis": "svd:12", "augment": "slight", "adapter": "lpp"},
     "fast": {"preset": "fast"},
     "best": {"preset": "best"},
 }
@@ -75,7 +78,10 @@ def measure(way: str, target: Mapping[str, Any]) -> dict[str, float]:
 def _fitted(way: str, target: Mapping[str, Any]) -> float:
     recipe = check_recipe(FitRecipe, {**target, **FITS[way]})
     verb = Fitting(recipe)
-    with prepare(verb, RunOptions(threads=1, device="cpu")) as ready:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # where a basis keeps its directions
+        prepare(verb, RunOptions(threads=1, device="cpu", folder=Path(folder) / "run")) as ready,
+    ):
         selection = verb.complete(ready, _selected(way, ready, verb))
         setup = ready.setup
         test = Pixels(open_dataset(recipe.data, split="test"), setup.tasks[0].view, 2**30)

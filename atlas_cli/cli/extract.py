@@ -161,7 +161,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         metavar="DTYPE",
-        help="fp32 loses nothing; fp16, bf16, or int8 with a scale for each row.",
+        help="fp32 loses nothing; fp16, bf16, int8, int4, int3, int2, or rtvq for several.",
         callback=_short_dtype,
     ),
 ]

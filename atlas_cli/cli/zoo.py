@@ -23,7 +23,9 @@ BaseModel = Annotated[
     str | None,
     typer.Option("--model", metavar="BASE", help="For pull: another copy of the base model."),
 ]
-Storage = Annotated[str, typer.Option(metavar="DTYPE", help="For pull: int8, fp16, bf16 or fp32.")]
+Storage = Annotated[
+    str, typer.Option(metavar="DTYPE", help="For pull: int8, int4, int3, int2, fp16, bf16, fp32.")
+]
 _COLUMNS = ("name", "base", "tasks", "format", "megabytes", "cached")
 
 

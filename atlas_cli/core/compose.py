@@ -20,12 +20,13 @@ from atlas_cli.registry import find_granularity, granularity, granularity_labels
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.core import stacks, storage
+    from atlas_cli.core import packed, stacks, storage
     from atlas_cli.core.stacks import Stack
     from atlas_cli.core.storage import Block
 else:
     torch = late("torch")
     stacks, storage = late("atlas_cli.core.stacks"), late("atlas_cli.core.storage")
+    packed = late("atlas_cli.core.packed")
 
 Tensors = Mapping[str, "torch.Tensor"]
 # Applies a function to every item, in order; a caller with workers to spare spreads the blocks.
@@ -252,8 +253,9 @@ def indices(placement: Scattered, size: int) -> torch.Tensor:
 
 def map_blocks(blocks: Mapping[int, Block]) -> tuple[Stack, ...]:
     """As stack_blocks, but dense and 8-bit blocks are read anew from where they are each time."""
-    apart = {i: block for i, block in blocks.items() if not isinstance(block, storage.Factors)}
-    kept = tuple(block for block in apart.values() if not isinstance(block, storage.Factors))
+    plain = storage.Dense, storage.Quantised
+    apart = {i: block for i, block in blocks.items() if isinstance(block, plain)}
+    kept = tuple(block for block in apart.values() if isinstance(block, plain))
     rest = stack_blocks({i: block for i, block in blocks.items() if i not in apart})
     return (stacks.MappedStack(tuple(apart), kept), *rest) if apart else rest
 
@@ -277,6 +279,10 @@ def _kind(block: Block) -> Any:
             return storage.Quantised
         case storage.Factors(_, parts):
             return tuple((part.start, len(part.up)) for part in parts)
+        case packed.Packed():
+            return packed.Packed
+        case packed.Residual(_, _, key):
+            return packed.Residual, key
 
 
 def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
@@ -290,6 +296,11 @@ def _stack_alike(blocks: Mapping[int, Block]) -> Iterator[Stack]:
         rows = len(first.scales)
         codes = torch.stack([block.values.reshape(rows, -1) for block in eight])
         yield stacks.QuantisedStack(members, codes, torch.stack([block.scales for block in eight]))
+    elif isinstance(first, packed.Packed):
+        yield packed.PackedStack(members, tuple(found))  # type: ignore[arg-type]
+    elif isinstance(first, packed.Residual):
+        own = tuple(block.own for block in found if isinstance(block, packed.Residual))
+        yield from (packed.PackedStack(members, own), packed.SharedStack(members, first.shared))
     else:
         factors = [block for block in found if isinstance(block, storage.Factors)]
         for number, part in enumerate(first.parts):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from atlas_cli.core import packed
+from atlas_cli.core.packed import PackedStack, SharedStack
 from atlas_cli.core.storage import Dense, Quantised, widest
 from atlas_cli.native import kernels
 
@@ -51,7 +53,7 @@ class MappedStack:
     blocks: tuple[Dense | Quantised, ...]
 
 
-Stack = DenseStack | QuantisedStack | FactorStack | MappedStack
+Stack = DenseStack | QuantisedStack | FactorStack | MappedStack | PackedStack | SharedStack
 
 
 # One stack, a contiguous range of elements, one weight per vector ------------------------------
@@ -67,6 +69,12 @@ def add(
         span, width, inner = _factor_rows(stack, span)
         up = stack.up[inner].float() * weights[stack.owner]
         total[slice(*span)].view(-1, width).addmm_(up, stack.down.float())
+        return
+    if isinstance(stack, SharedStack):
+        packed.add(total, stack.once, span, weights.sum()[None], onto)
+        return
+    if isinstance(stack, PackedStack):
+        packed.add(total, stack, span, weights, onto)
         return
     if total.is_cpu and (stored := _as_stored(stack, span)):
         source, place = onto[slice(*span)].float().contiguous(), total[slice(*span)]
@@ -89,6 +97,10 @@ def dot(gradient: torch.Tensor, stack: Stack, span: Range) -> torch.Tensor:
         part = gradient[slice(*span)].view(-1, width)
         terms = ((stack.up[inner].float().T @ part) * stack.down.float()).sum(1)
         return total.index_add_(0, stack.owner, terms.to(total.dtype))
+    if isinstance(stack, SharedStack):
+        return packed.dot(gradient, stack.once, span).expand(len(total))
+    if isinstance(stack, PackedStack):
+        return packed.dot(gradient, stack, span)
     if gradient.is_cpu and (stored := _as_stored(stack, span)):
         for some in stored:
             total[some.places] = kernels.dot_vectors(
@@ -228,6 +240,8 @@ def scatter_add(
     total: torch.Tensor, stack: Stack, coefficients: torch.Tensor, part_of: torch.Tensor
 ) -> None:
     """total += sum over i of coefficients[i, part_of[e]] * T_i, tile by tile."""
+    if isinstance(stack, SharedStack):
+        stack, coefficients = stack.once, coefficients.sum(0, keepdim=True)
     parts = part_of.to(total.device)
     for start, stop, tile in _dense_tiles(stack, len(total)):
         there = tile.to(total.device)
@@ -238,6 +252,9 @@ def scattered_dot(
     gradient: torch.Tensor, stack: Stack, count: int, part_of: torch.Tensor
 ) -> torch.Tensor:
     """Per vector and part, `count` in all, the sum of T_i * gradient over elements of the part."""
+    if isinstance(stack, SharedStack):
+        found = scattered_dot(gradient, stack.once, count, part_of)
+        return found.expand(len(stack.members), count)
     parts = part_of.to(gradient.device)
     shape = len(stack.members), count
     total = torch.zeros(shape, dtype=widest(gradient), device=gradient.device)
@@ -247,8 +264,13 @@ def scattered_dot(
     return total
 
 
-def _dense_tiles(stack: Stack, size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _dense_tiles(
+    stack: DenseStack | QuantisedStack | FactorStack | MappedStack | PackedStack, size: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Ranges of elements and the float32 values of every vector in them, (k, tile)."""
+    if isinstance(stack, PackedStack):
+        yield from packed.tiles(stack, (0, size))
+        return
     if not isinstance(stack, FactorStack):
         yield from _tiles(stack, (0, size))
         return

@@ -1,6 +1,6 @@
 """How a block of a task vector is stored, and what can be measured of it as it is stored.
 
-Norms, inner products and spectra are computed in float64. A block of more than two dimensions is
+Norms and inner products are computed in float64. A block of more than two dimensions is
 a matrix whose rows are its first dimension. Low-rank blocks are measured through their factors:
 up @ down is never formed unless a dense block has to be compared with it.
 """
@@ -8,12 +8,13 @@ up @ down is never formed unless a dense block has to be compared with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
+from atlas_cli.core.packed import FEW, Packed, Residual, pack, unpacked
 from atlas_cli.native import kernels
 
 
@@ -55,7 +56,7 @@ class Factors:
     parts: tuple[BlockPart, ...]
 
 
-Block = Dense | Quantised | Factors
+Block = Dense | Quantised | Factors | Packed | Residual
 _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -63,15 +64,28 @@ _DTYPES = {
     "int8": torch.int8,
 }
 _ROW = 1024
+SHARED_BITS, RESIDUAL_BITS = 3, 2  # of rtvq
+BITS = {**FEW, "rtvq": RESIDUAL_BITS}  # of the codes that a block has of its own
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the user wants blocks kept: a dtype and, for matrices, a rank or a share of energy."""
+    """How the user wants blocks kept: a dtype and, for matrices, a rank or a share of energy.
+
+    Few bits are for matrices: of `int4`, `int3` and `int2`, other blocks are kept as bf16. `shared`
+    gives what the vectors of a pool have in common in the block of a name, for `rtvq`.
+    """
 
     dtype: str = "fp32"
     rank: int | None = None
     energy: float | None = None
+    shared: Callable[[str], Packed] | None = None
+    key: str = ""
+
+    @property
+    def is_few(self) -> bool:
+        """Whether matrices take four bits per value or fewer."""
+        return self.dtype in BITS
 
     @property
     def is_low_rank(self) -> bool:
@@ -93,6 +107,10 @@ def decode(block: Block) -> torch.Tensor:
                 end = part.start + len(part.up)
                 whole[part.start : end] += part.up.float() @ part.down.float()
             return whole.reshape(shape)
+        case Packed():
+            return unpacked(block)
+        case Residual(shared, own, _):
+            return unpacked(shared) + unpacked(own)
 
 
 def quantise(values: torch.Tensor) -> Quantised:
@@ -153,14 +171,26 @@ def _principal(tall: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return squares.flip(0).clamp(min=0), vectors.flip(1)
 
 
-def encode(exact: Block, form: Form) -> Block:
+def encode(exact: Block, form: Form, name: str = "") -> Block:
     """A block in the form the user chose. Factors stay factors, in the dtype of the form."""
+    if form.is_few:
+        return _few(decode(exact), form, name)
     if isinstance(exact, Factors):
         return _cast(exact, _DTYPES[form.dtype])
     values = decode(exact)
     if form.is_low_rank:
         return _cast(factorise(values, rank=form.rank, energy=form.energy), _DTYPES[form.dtype])
     return quantise(values) if form.dtype == "int8" else Dense(values.to(_DTYPES[form.dtype]))
+
+
+def _few(values: torch.Tensor, form: Form, name: str) -> Block:
+    """A block of few bits: of what is not shared, if something is."""
+    if not is_matrix(values.shape):
+        return Dense(values.bfloat16())
+    if form.shared is None:
+        return pack(values, FEW[form.dtype])
+    shared = form.shared(name)
+    return Residual(shared, pack(values - unpacked(shared), RESIDUAL_BITS), form.key)
 
 
 def _cast(block: Dense | Factors, dtype: torch.dtype) -> Dense | Factors:
@@ -181,7 +211,11 @@ def scaled(block: Block, scale: float) -> Block:
 
 
 def storage_of(block: Block) -> str:
-    """The word for how a block is kept: fp32, fp16, bf16, int8 or factors."""
+    """The word for how a block is kept: a dtype, int4, int3, int2, rtvq or factors."""
+    if isinstance(block, Packed):
+        return f"int{block.bits}"
+    if isinstance(block, Residual):
+        return "rtvq"
     if isinstance(block, Factors):
         return "factors"
     return next(word for word, dtype in _DTYPES.items() if dtype == block.values.dtype)
@@ -208,7 +242,7 @@ def norm(values: torch.Tensor) -> float:
 
 
 def bytes_of(block: Block) -> int:
-    """How many bytes the block takes."""
+    """How many bytes the block takes, without what it shares with others."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(block))
 
 
@@ -221,26 +255,13 @@ def tensors_of(block: Block) -> Sequence[torch.Tensor]:
             return [values, scales]
         case Factors(_, parts):
             return [tensor for part in parts for tensor in (part.up, part.down)]
+        case Packed():
+            return [block.codes, block.lows, block.steps]
+        case Residual(_, own, _):
+            return tensors_of(own)
 
 
-_CHUNK = 1 << 22  # numbers that are float64 at the same time
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """The principal components of a set of n vectors, largest first.
-
-    `share` is s_k^2 / sum of s^2; `participation_ratio` is (sum of s^2)^2 / sum of s^4, the
-    number of components that matter: n for orthogonal vectors of one length, 1 for parallel
-    ones, 0 where nothing is left.
-    """
-
-    singular_values: tuple[float, ...]
-    share: tuple[float, ...]
-    participation_ratio: float
-
-
-# One block ------------------------------------------------------------------------------------
+CHUNK = 1 << 22  # numbers that are float64 at the same time
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
@@ -248,54 +269,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and min(shape[0], math.prod(shape[1:])) > 1
 
 
-def singular_values(block: Block) -> torch.Tensor:
-    """s_1 >= s_2 >= ... of a matrix block.
-
-    From the eigenvalues of the smaller of X X^T and X^T X, whose rounding hides singular values
-    below 1e-7 s_1 or so; they are given as zero. Of factors, exactly: with the QR
-    decompositions up = P R and down^T = Q S, the values of up @ down are those of R S^T.
-    """
-    if isinstance(block, Factors):
-        up, down = _joined(block)
-        left, right = torch.linalg.qr(up).R, torch.linalg.qr(down.T).R
-        exact: torch.Tensor = torch.linalg.svdvals(left @ right.T)
-        return exact
-    values = decode(block)
-    matrix = values.reshape(len(values), -1)
-    long = matrix if len(matrix) >= matrix.shape[1] else matrix.T
-    products = torch.zeros(long.shape[1], long.shape[1], dtype=torch.float64)
-    for rows in _chunks(len(long), _CHUNK // long.shape[1]):
-        part = long[rows].double()
-        products += part.T @ part
-    return _roots(products, products.trace().item())
-
-
 def block_norm(block: Block) -> float:
     """|tau|, the root of the sum of the squares of all values."""
     return math.sqrt(abs(gram([block]).item()))  # rounding may leave -1e-17 of factors
-
-
-def effective_rank(singular: torch.Tensor) -> float:
-    """exp(-sum of p_k ln p_k) with p_k = s_k / sum of s; 0 for a zero block.
-
-    The effective rank of Roy and Vetterli (2007): r for r equal singular values, and between
-    1 and the rank for others.
-    """
-    total = singular.sum()
-    if total == 0:
-        return 0.0
-    shares = singular / total
-    return math.exp(torch.special.entr(shares).sum().item())
-
-
-def energy(singular: torch.Tensor, count: int) -> float:
-    """The sum of s_k^2 over the first `count` values by that over all; 0 for a zero block."""
-    squares = singular**2
-    total = squares.sum().item()
-    return min(1.0, squares[:count].sum().item() / total) if total else 0.0
-
-
-# Several vectors ------------------------------------------------------------------------------
 
 
 def gram(blocks: Sequence[Block | None]) -> torch.Tensor:
@@ -337,59 +313,14 @@ def _inner(left: BlockPart, right: BlockPart) -> float:
 def _of_values(blocks: Sequence[Block]) -> torch.Tensor:
     flat = [decode(block).flatten() for block in blocks]
     inner = torch.zeros(len(flat), len(flat), dtype=torch.float64)
-    for span in _chunks(len(flat[0]), _CHUNK // len(flat)):
+    for span in chunks(len(flat[0]), CHUNK // len(flat)):
         part = torch.stack([values[span].double() for values in flat])
         inner += part @ part.T
     return inner
 
 
-def cosines(products: torch.Tensor) -> torch.Tensor:
-    """G_ij / sqrt(G_ii G_jj), from a Gram matrix; NaN where a vector is zero."""
-    squares = products.diagonal()
-    return (products / (squares[:, None] * squares).sqrt()).clamp(-1, 1)
-
-
-def spectrum(products: torch.Tensor, *, centred: bool) -> Spectrum:
-    """The singular values of n stacked vectors, from their Gram matrix G.
-
-    They are the roots of the eigenvalues of G or, with the mean vector taken off first, of
-    H G H with H = I - 1/n.
-    """
-    scale = products.trace().item()
-    if centred:
-        products = products - products.mean(dim=0, keepdim=True)
-        products = products - products.mean(dim=1, keepdim=True)
-    values = _roots(products, scale)
-    squares = values**2
-    total = squares.sum().item()
-    share = squares / total if total else squares
-    ratio = 1 / (share**2).sum().item() if total else 0.0
-    return Spectrum(tuple(values.tolist()), tuple(share.tolist()), ratio)
-
-
-# Steps ----------------------------------------------------------------------------------------
-
-
-def _joined(block: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """All parts as one pair of factors, without the rows that no part reaches."""
-    spans = [torch.arange(part.start, part.start + len(part.up)) for part in block.parts]
-    reached = torch.cat(spans).unique()
-    ups = []
-    for part, span in zip(block.parts, spans, strict=True):
-        up = torch.zeros(len(reached), part.up.shape[1], dtype=torch.float64)
-        up[torch.searchsorted(reached, span)] = part.up.double()
-        ups.append(up)
-    return torch.cat(ups, dim=1), torch.cat([part.down.double() for part in block.parts])
-
-
-def _roots(products: torch.Tensor, scale: float) -> torch.Tensor:
-    """The roots of the eigenvalues, largest first; zero where only rounding is left."""
-    values = torch.linalg.eigvalsh(products).flip(0)
-    noise = len(values) * torch.finfo(torch.float64).eps * scale
-    return torch.where(values > noise, values, torch.zeros_like(values)).sqrt()
-
-
-def _chunks(length: int, size: int) -> Iterator[slice]:
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """A length in slices of a size."""
     for start in range(0, length, max(1, size)):
         yield slice(start, start + max(1, size))
 

@@ -148,10 +148,21 @@ def _is_vector(path: Path) -> bool:
     return True
 
 
+def _alone(path: Path) -> Header:
+    """The header of a vector that is whole without another file."""
+    header = read_header(path)
+    if header.shared:
+        raise UsageError(
+            f"{path}: shares {header.shared['file']} with others and cannot go alone; write it "
+            "anew with: atlas extract --dtype int3"
+        )
+    return header
+
+
 def _vectors(paths: Sequence[Path], repository: str, options: PublishOptions) -> Publication:
     headers: dict[str, Header] = {}
     for path in paths:
-        header = read_header(path)
+        header = _alone(path)
         if f"{header.name}.safetensors" in headers:
             raise UsageError(f"two task vectors are called {header.name}; publish them one by one")
         headers[f"{header.name}.safetensors"] = header
@@ -195,6 +206,7 @@ def _with_own_vectors(text: str) -> tuple[str, dict[str, Path | bytes]]:
     for entry in recipe.get("vectors") or []:
         path = Path(str(entry["file"])).expanduser()
         if path.is_file():
+            _alone(path)
             name = f"{VECTORS}/{entry['name']}.safetensors"
             files[name], entry["file"] = path, name
     if isinstance(recipe.get("coefficients"), str):

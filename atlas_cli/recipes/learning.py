@@ -121,7 +121,9 @@ class LearnRecipe(Recipe):
     storage: Annotated[
         str,
         one_of(*STORAGES),
-        about("How vectors that are extracted on the way are kept; `int8`."),
+        about(
+            "How vectors that are extracted on the way are kept; `int8`, or with fewer bits `int4`."
+        ),
     ] = "int8"
     shots: Shots = "all"
     split: Annotated[

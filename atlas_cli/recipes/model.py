@@ -136,7 +136,15 @@ TABLE, TEXT = Tag("\0table"), Tag("\0text")  # no key of a recipe has a NUL in i
 TABLE_OR_TEXT = Discriminator(
     _tag, custom_error_type=KIND, custom_error_message="keys and values or str"
 )
-STORAGES = ("int8", "fp16", "bf16", "fp32")  # of vectors that are extracted on the way
+STORAGES = (
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "fp16",
+    "bf16",
+    "fp32",
+)  # of vectors that are extracted on the way
 
 
 # Values with a unit ---------------------------------------------------------------------------

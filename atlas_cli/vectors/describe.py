@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from atlas_cli.core import storage
+from atlas_cli.core import spectra, storage
 from atlas_cli.core.layer_names import LayerPosition, places
-from atlas_cli.core.storage import Block, Spectrum
+from atlas_cli.core.spectra import Spectrum
+from atlas_cli.core.storage import Block
 from atlas_cli.errors import MismatchError
 from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.parallel import in_order
@@ -128,9 +129,9 @@ def describe_vector(
 def _describe_block(info: BlockInfo, place: LayerPosition, block: Block) -> BlockFacts:
     rank, energy = None, {}
     if storage.is_matrix(info.shape):
-        singular = storage.singular_values(block)
-        rank = storage.effective_rank(singular)
-        energy = {count: storage.energy(singular, count) for count in RANKS}
+        singular = spectra.singular_values(block)
+        rank = spectra.effective_rank(singular)
+        energy = {count: spectra.energy(singular, count) for count in RANKS}
     return BlockFacts(
         name=info.name,
         layer=place.layer,
@@ -212,8 +213,8 @@ def compare(vectors: Mapping[str, StoredVector], advance: Callable[[int], None])
         vectors=tuple(vectors),
         cosine=_matrix(whole),
         cosine_by_kind={kind: _matrix(products) for kind, products in kinds.items()},
-        spectrum=storage.spectrum(whole, centred=False),
-        centred_spectrum=storage.spectrum(whole, centred=True),
+        spectrum=spectra.spectrum(whole, centred=False),
+        centred_spectrum=spectra.spectrum(whole, centred=True),
     )
 
 
@@ -244,5 +245,5 @@ def _products(name: str, vectors: Mapping[str, StoredVector]) -> torch.Tensor:
 
 
 def _matrix(products: torch.Tensor) -> Matrix:
-    rows: list[list[float]] = storage.cosines(products).tolist()
+    rows: list[list[float]] = spectra.cosines(products).tolist()
     return [[None if math.isnan(value) else value for value in row] for row in rows]

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,16 +17,17 @@ import torch
 
 from atlas_cli import __version__
 from atlas_cli.core import storage
+from atlas_cli.core.packed import Packed, pack
 from atlas_cli.core.storage import Block, Factors, Form
 from atlas_cli.errors import AtlasError, CheckpointError, MismatchError, UsageError
-from atlas_cli.io.checkpoint import TensorStream, write_tensors
-from atlas_cli.io.files import whole_file
+from atlas_cli.io.checkpoint import TensorStream, open_safetensors, write_tensors
+from atlas_cli.io.files import sha256_of, whole_file
 from atlas_cli.parallel import torch_threads
 from atlas_cli.sources.locate import Source, locate, parse_reference
 from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
-from atlas_cli.vectors.format import BlockInfo, Header, natural, to_metadata
-from atlas_cli.vectors.targets import ExtractRequest, VectorTarget
+from atlas_cli.vectors.format import BlockInfo, Header, natural, read_packed, to_metadata
+from atlas_cli.vectors.targets import RTVQ, ExtractRequest, VectorTarget, is_integer
 from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, rounded, shortened, stored_tensors
 
 
@@ -84,6 +86,7 @@ def fulfilled(
 
 
 _LARGEST_NORM = 0.5  # of |tau| / |theta0|; fine-tuning gives a few percent
+SHARED = "mean.rtvq"  # beside vectors that share it
 _HASHERS = 3  # threads: for the files of either model, and for the blocks of the base
 
 
@@ -92,6 +95,7 @@ class Options:
     """What a vector is made of and kept in, and who is told of warnings and of blocks done.
 
     `left_out` is told the names of tensors that the source lacks; else a warning names them.
+    `shared` names what a vector shares with others, for its header.
     """
 
     choice: Choice = field(default_factory=Choice)
@@ -100,6 +104,8 @@ class Options:
     warn: Callable[[str], None] = lambda text: None
     advance: Callable[[int], None] = lambda count: None
     left_out: Callable[[Sequence[str]], None] | None = None
+    shared: dict[str, str] | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,17 +134,68 @@ def options_of(
     """How a request wants its vectors made."""
     choice = Choice(request.scope, tuple(request.ignore), tuple(request.allow))
     form = Form(request.dtype, request.rank, request.energy)
-    return Options(choice, form, request.scale, warn, advance)
+    return Options(choice, form, request.scale, warn, advance, force=request.force)
 
 
 def extract(
     base: Base, finetuned: Sequence[Source], targets: Sequence[VectorTarget], options: Options
 ) -> Iterator[Extracted]:
     """Write the vector of each fine-tuned model to its target, and yield after each."""
+    if options.form.dtype == RTVQ and options.form.shared is None:
+        with _shared_mean(base, finetuned, targets, options) as residuals:
+            yield from extract(base, finetuned, targets, residuals)
+        return
     for target, source in zip(targets, finetuned, strict=True):
         assert target.path is not None
         with target.folder():
             yield extract_to(target.path, target.name, base, source, options)
+
+
+@contextmanager
+def _shared_mean(
+    base: Base, finetuned: Sequence[Source], targets: Sequence[VectorTarget], options: Options
+) -> Iterator[Options]:
+    """Options by which vectors are kept as two bits of their difference from their mean.
+
+    The mean of every matrix, in three bits, is written beside them, and removed if they fail.
+    """
+    assert targets[0].path is not None
+    path = targets[0].path.parent / SHARED
+    if path.exists() and not options.force:
+        raise AtlasError(f"{path}: exists already; use --force to replace it")
+    differences = [open_difference(one, base.tensors, options.choice) for one in finetuned]
+    for source, difference in zip(finetuned, differences, strict=True):
+        _check(base, source, difference, options.form)
+    kept: dict[str, torch.Tensor] = {}
+    changed = [False] * len(finetuned)
+    for name, tensor in base.blocks.items():
+        if not storage.is_matrix(tensor.shape):
+            continue
+        values, total = tensor.read().float(), torch.zeros(tensor.shape)
+        for number, difference in enumerate(differences):
+            if name in difference.blocks:
+                found = storage.decode(difference.blocks[name](values))
+                changed[number] |= bool(found.any())
+                total += found
+        mean = options.scale * total / len(differences)
+        kept |= stored_tensors(name, pack(mean, storage.SHARED_BITS))
+    if not all(changed):
+        raise _no_matrix(finetuned[changed.index(False)], RTVQ)
+    with targets[0].folder():
+        write_tensors(path, kept)
+        tensors = open_safetensors(path)
+        told = {"file": SHARED, "sha256": sha256_of(path)}
+
+        def shared(name: str) -> Packed:
+            return read_packed(tensors, name, base.blocks[name].shape)
+
+        form = Form(RTVQ, shared=shared, key=told["sha256"])
+        try:
+            yield dataclasses.replace(options, form=form, shared=told)
+        except BaseException:  # what was written of the pool is of no use without the rest
+            for made in (path, *(target.path for target in targets if target.path)):
+                made.unlink(missing_ok=True)
+            raise
 
 
 def extract_to(path: Path, name: str, base: Base, finetuned: Source, options: Options) -> Extracted:
@@ -185,6 +242,7 @@ def write_vector(
         left = ", ".join(difference.dropped[:3]) + (", ..." if difference.dropped[3:] else "")
         options.warn(f"{finetuned.reference.text}: left out, so as in the base: {left}")
     header = promised(name, base, finetuned, difference, options.scale)
+    header = dataclasses.replace(header, shared=options.shared)
     stream = TensorStream(file, room_for(header, difference.parts + options.form.is_low_rank))
     # One thread subtracts as fast as memory allows, beside another that hashes the files.
     cores = torch.get_num_threads() if options.form.is_low_rank else 1
@@ -193,6 +251,10 @@ def write_vector(
         if not base.provenance:
             base.provenance.append(pool.submit(base.source.provenance))
         infos = list(_write(stream, _read(base, pool), difference, options))
+    if options.form.is_few and not any(
+        info.norm and storage.is_matrix(info.shape) for info in infos
+    ):
+        raise _no_matrix(finetuned, options.form.dtype)
     header = dataclasses.replace(
         fulfilled(header, infos, base, difference),
         base=base.provenance[0].result(),
@@ -203,13 +265,18 @@ def write_vector(
 
 def _check(base: Base, finetuned: Source, difference: Difference, form: Form) -> None:
     """Refuse what can be refused before any value is read."""
-    if difference.parts and (form.is_low_rank or form.dtype == "int8"):
+    if difference.parts and (form.is_low_rank or is_integer(form.dtype)):
         raise UsageError(
             f"{finetuned.reference.text}: is low-rank already and stays so; use --dtype fp32, "
             "fp16 or bf16 without --rank or --energy"
         )
     if difference.fingerprint is None:  # a task vector says more than its folder does
         base.check_activation(finetuned)
+
+
+def _no_matrix(finetuned: Source, dtype: str) -> UsageError:
+    changes = f"{finetuned.reference.text}: changes no matrix"
+    return UsageError(f"{changes}, and --dtype {dtype} is for matrices; use bf16")
 
 
 # Blocks ---------------------------------------------------------------------------------------
@@ -246,7 +313,7 @@ def _encoded(info: BlockInfo, exact: Block | None, form: Form) -> tuple[Block | 
     values = storage.decode(exact) if exact is not None else torch.zeros(1)
     if exact is None or (norm := _finite(info.name, storage.norm(values))) == 0:
         return None, info
-    block = storage.encode(exact, form)
+    block = storage.encode(exact, form, info.name)
     error = storage.relative_error(values, block)
     if not math.isfinite(error):
         raise AtlasError(

@@ -1,7 +1,8 @@
 """The task-vector file: blocks of a fine-tuned minus a base model, with where they came from.
 
 A safetensors file. A dense block is one tensor under its own name; an 8-bit block adds
-`NAME#scale`; the parts of a low-rank block are `NAME#up0`, `NAME#down0`, `NAME#up1`, ...
+`NAME#scale`, one of fewer bits `NAME#low` and `NAME#step`; the parts of a low-rank block are
+`NAME#up0`, `NAME#down0`, `NAME#up1`, ...
 The metadata key `atlas` holds one JSON object: see Header.
 """
 
@@ -20,12 +21,14 @@ import torch
 import xxhash
 
 from atlas_cli.core import storage
-from atlas_cli.core.storage import Block, BlockPart, Dense, Factors, Quantised
+from atlas_cli.core.packed import Packed, Residual, groups_of
+from atlas_cli.core.storage import BITS, Block, BlockPart, Dense, Factors, Quantised
 from atlas_cli.errors import CheckpointError, MismatchError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata
+from atlas_cli.io.files import sha256_of
 from atlas_cli.io.tensors import LazyTensor, LazyTensors
 
-STORAGES = ("fp32", "fp16", "bf16", "int8", "factors")
+STORAGES = ("fp32", "fp16", "bf16", "int8", "int4", "int3", "int2", "rtvq", "factors")
 _TEXTS = ("name", "activation", "scope", "fingerprint", "atlas")
 _OBJECTS = ("base", "finetuned", "architecture")
 FORMAT = "atlas.task_vector"
@@ -39,7 +42,7 @@ VERSION = 1
 class BlockInfo:
     """What is known of a block without reading it.
 
-    `storage` is fp32, fp16, bf16, int8 or factors; `starts` are the first rows of the parts of a
+    `storage` is one of STORAGES; `starts` are the first rows of the parts of a
     factorised block. `norm` is |tau|, `base_norm` |theta0|, `error` the relative error of storage.
     """
 
@@ -57,7 +60,8 @@ class Header:
     """The provenance of a task vector, and the list of its blocks.
 
     `base_norm` is |theta0| over the whole scope, also over blocks that did not change; files that
-    were written before it was kept have None.
+    were written before it was kept have None. `shared` has the name and the sha256 of a file beside
+    this one, whose values are added to blocks of storage rtvq.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Header:
     linearised: bool = False
     atlas: str = ""
     base_norm: float | None = None
+    shared: dict[str, str] | None = None
     format: str = FORMAT
     version: int = VERSION
 
@@ -93,6 +98,8 @@ class Header:
 def to_metadata(header: Header) -> dict[str, str]:
     """A header as safetensors metadata."""
     found = {**vars(header), "blocks": [vars(block) for block in header.blocks]}
+    if header.shared is None:  # most vectors share nothing, and their files are as they always were
+        del found["shared"]
     text = json.dumps(found, sort_keys=True, ensure_ascii=False)
     return {"format": "pt", "atlas": text}
 
@@ -141,6 +148,10 @@ def check_header(path: Path, header: Header) -> None:
         raise _damaged(path, "base_norm is not a number from 0 up")
     if not isinstance(header.linearised, bool):
         raise _damaged(path, "linearised is neither true nor false")
+    if header.shared is not None:
+        check_shared(path, header.shared)
+    elif any(block.storage == "rtvq" for block in header.blocks):
+        raise _damaged(path, "it does not say what its blocks share")
     if not all(isinstance(name, str) for name in header.dropped):
         raise _damaged(path, "dropped holds what is no name")
     if not header.blocks:
@@ -163,6 +174,13 @@ def _check_info(path: Path, block: BlockInfo) -> None:
     for key in ("norm", "base_norm", "error"):
         if not _is_size(getattr(block, key)):
             raise _damaged(path, f"block {block.name}: {key} is not a number from 0 up")
+
+
+def check_shared(path: Path, found: Mapping[str, object]) -> None:
+    """Raise CheckpointError unless what is shared is a file of the same folder."""
+    name, digest = found.get("file"), found.get("sha256")
+    if not (isinstance(name, str) and isinstance(digest, str) and name == Path(name).name):
+        raise _damaged(path, "shared is no file beside it")
 
 
 def _is_number(value: object) -> bool:
@@ -234,7 +252,16 @@ def open_vector(path: Path) -> StoredVector:
     blocks = {block.name: block for block in header.blocks}
     for block in header.blocks:
         _check_block(path, tensors, block)
-    return StoredVector(header, lambda name: _read_block(path, tensors, blocks[name]))
+    shared = _open_shared(path, header.shared) if header.shared else {}
+    key = header.shared["sha256"] if header.shared else ""
+
+    def read(name: str) -> Block:
+        block = _read_block(path, tensors, blocks[name])
+        if blocks[name].storage != "rtvq" or not isinstance(block, Packed):
+            return block
+        return Residual(read_packed(shared, name, block.shape), block, key)
+
+    return StoredVector(header, read)
 
 
 def open_checked(path: Path) -> StoredVector:
@@ -258,6 +285,10 @@ def _check_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> None:
         wanted = {f"{block.name}#{kind}{n}": None for n in parts for kind in ("up", "down")}
     if block.storage == "int8":
         wanted[f"{block.name}#scale"] = (block.shape[0] if len(block.shape) > 1 else 1,)
+    if (bits := BITS.get(block.storage)) is not None:
+        groups = groups_of(block.shape)
+        wanted = {f"{block.name}#{kind}": (groups,) for kind in ("low", "step")}
+        wanted[block.name] = (groups, 8 * bits)
     for name, shape in wanted.items():
         if name not in tensors or (shape is not None and tensors[name].shape != shape):
             raise CheckpointError(f"{path}: block {block.name} is not stored as its header says")
@@ -274,10 +305,28 @@ def _read_block(path: Path, tensors: LazyTensors, block: BlockInfo) -> Block:
         factors = Factors(block.shape, parts)
         _check_factors(path, block.name, factors)
         return factors
+    if block.storage in BITS:
+        return read_packed(tensors, block.name, block.shape)
     values = tensors[block.name].read()
     if block.storage == "int8":
         return Quantised(values, tensors[f"{block.name}#scale"].read())
     return Dense(values)
+
+
+def read_packed(tensors: LazyTensors, name: str, shape: tuple[int, ...]) -> Packed:
+    """A block of few bits, by its name."""
+    codes, lows, steps = (tensors[f"{name}{kind}"].read() for kind in ("", "#low", "#step"))
+    return Packed(shape, codes, lows, steps)
+
+
+def _open_shared(path: Path, told: Mapping[str, str]) -> LazyTensors:
+    """What a vector shares with others of its folder."""
+    beside = path.parent / told["file"]
+    if not beside.is_file():
+        raise CheckpointError(f"{path}: goes with {beside.name} beside it, which is not there")
+    if sha256_of(beside) != told["sha256"]:
+        raise MismatchError(f"{path}: goes with another {beside.name} than the one beside it")
+    return open_safetensors(beside)
 
 
 def _check_norm(path: Path, info: BlockInfo, found: float) -> None:

@@ -53,6 +53,7 @@ from atlas_cli.vectors.pool import (
     stored_vector,
     wanted,
 )
+from atlas_cli.vectors.targets import is_integer
 
 _FACTORS = "fp16"  # factors have no 8-bit form
 _AT_ONCE = 8  # questions to the Hub
@@ -215,7 +216,7 @@ class _Gatherer:
         """Write a vector, and say how it came about."""
         how, dtype = self._how, self._storage(name)
         raw = open_tensors(source.weights)
-        if dtype == "int8" and (is_lora_torch(raw) or is_adapter(source, raw)):
+        if is_integer(dtype) and (is_lora_torch(raw) or is_adapter(source, raw)):
             dtype = _FACTORS
         left: list[str] = []
         form = Form(dtype)

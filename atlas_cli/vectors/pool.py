@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from atlas_cli.core.compose import Composition, Layout, map_blocks, stack_blocks
+from atlas_cli.core.packed import Packed, Residual, packed_bytes
 from atlas_cli.core.stacks import Stack
 from atlas_cli.core.storage import (
+    BITS,
     Block,
     BlockPart,
     Dense,
@@ -278,11 +280,13 @@ def _bytes(member: Member, names: set[str], kind: str) -> int:
 
 def _lower(storage: str, kind: str) -> str:
     """How a dense block is kept in a pool: in fewer bits than it has, or as it is."""
-    return kind if kind in _LOWER and _BYTES[storage] > _BYTES[kind] else storage
+    return kind if kind in _LOWER and _BYTES.get(storage, 0) > _BYTES[kind] else storage
 
 
 def _size(shape: tuple[int, ...], storage: str) -> int:
-    """The bytes of a dense block; 8-bit integers have a scale per row."""
+    """The bytes of a dense block; 8-bit integers have a scale per row, fewer bits one per group."""
+    if storage in BITS:
+        return packed_bytes(shape, BITS[storage])
     rows = shape[0] if len(shape) > 1 else 1
     return math.prod(shape) * _BYTES[storage] + (4 * rows if storage == "int8" else 0)
 
@@ -305,7 +309,7 @@ def compose_pool(
 
 def _kept(block: Block, storage: str) -> Block:
     """A dense block in fewer bits, if that is how the pool is kept."""
-    if isinstance(block, Factors | Quantised):
+    if not isinstance(block, Dense):
         return block
     lower = _lower(storage_of(block), storage)
     return block if lower == storage_of(block) else encode(block, Form(lower))
@@ -321,3 +325,7 @@ def moved(block: Block, device: torch.device) -> Block:
         case Factors(shape, parts):
             there = (BlockPart(p.start, p.up.to(device), p.down.to(device)) for p in parts)
             return Factors(shape, tuple(there))
+        case Packed():
+            return block.to(device)
+        case Residual(shared, own, key):
+            return Residual(shared.to(device), own.to(device), key)

@@ -37,7 +37,7 @@ class ExtractRequest:
     def check(self) -> None:
         """Raise UsageError for what cannot be done, whatever the models are."""
         _one_of(SCOPES, "--scope", self.scope)
-        check_dtype(self.dtype)
+        self._check_rtvq() if self.dtype == RTVQ else check_dtype(self.dtype)
         if self.lora is not None:
             self._check_lora(self.lora)
         if self.rank is not None and self.energy is not None:
@@ -45,8 +45,9 @@ class ExtractRequest:
         if self.energy is not None and not 0 < self.energy < 1:
             share = f"--energy {self.energy}"
             raise UsageError(f"{share}: expected a share between 0 and 1, such as 0.99")
-        if self.dtype == "int8" and (self.rank or self.energy):
-            raise UsageError("--dtype int8 is for whole matrices; use fp16 with --rank or --energy")
+        if is_integer(self.dtype) and (self.rank or self.energy):
+            said = f"--dtype {self.dtype} is for whole matrices"
+            raise UsageError(f"{said}; use fp16 with --rank or --energy")
         if self.scale == 0 or not math.isfinite(self.scale):
             raise UsageError(f"--scale {self.scale}: expected a number other than 0")
         for pattern in self.ignore:
@@ -57,6 +58,12 @@ class ExtractRequest:
                 raise UsageError(said) from None
         check_architecture(self.arch)
 
+    def _check_rtvq(self) -> None:
+        if len(self.finetuned) < 2:
+            raise UsageError("--dtype rtvq is for several models: it keeps their mean once")
+        if self.path == "-" or self.path.endswith(".safetensors"):
+            raise UsageError(f"-o {self.path}: --dtype rtvq writes several files; name a folder")
+
     def _check_lora(self, lora: float) -> None:
         if not (0 < lora < 1 or (lora >= 1 and lora == int(lora))):
             raise UsageError(
@@ -64,8 +71,9 @@ class ExtractRequest:
             )
         if self.rank is not None or (self.energy is not None and lora < 1):
             raise UsageError("--lora sets the rank itself; with --energy it is the largest one")
-        if self.dtype == "int8":
-            raise UsageError("--dtype int8 is for task vectors; an adapter has fp32, fp16 or bf16")
+        if is_integer(self.dtype):
+            said = f"--dtype {self.dtype} is for task vectors"
+            raise UsageError(f"{said}; an adapter has fp32, fp16 or bf16")
         if self.path == "-" or self.path.endswith(".safetensors"):
             raise UsageError(f"-o {self.path}: an adapter is a folder; name one")
         if self.scale != 1:
@@ -73,7 +81,8 @@ class ExtractRequest:
 
 
 SCOPES = ("visual", "text", "all")
-DTYPES = ("fp32", "fp16", "bf16", "int8")
+DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+RTVQ = "rtvq"  # of several vectors together: three bits of their mean, two of what is left
 
 
 _SPELLINGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -83,6 +92,11 @@ def plain_dtype(name: str) -> str:
     """The short spelling of a dtype: fp16 for float16 or torch.float16."""
     plain = name.removeprefix("torch.")
     return _SPELLINGS.get(plain, plain)
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether values are kept as integers with scales, rather than as floating-point numbers."""
+    return dtype.startswith("int") or dtype == RTVQ
 
 
 def check_dtype(name: str, option: str = "--dtype") -> None:

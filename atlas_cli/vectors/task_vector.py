@@ -25,7 +25,13 @@ from atlas_cli.vectors.format import (
     open_checked,
     to_metadata,
 )
-from atlas_cli.vectors.targets import VectorTarget, check_dtype, check_targets, plain_dtype
+from atlas_cli.vectors.targets import (
+    VectorTarget,
+    check_dtype,
+    check_targets,
+    is_integer,
+    plain_dtype,
+)
 from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, shortened, stored_tensors
 
 
@@ -184,7 +190,9 @@ def _in_words(term: Mapping[str, Any]) -> str:
 
 def _write(vector: TaskVector, file: BinaryIO, name: str, form: Form) -> None:
     """Write a vector to an open file, with one block in memory at a time."""
-    header = replace(vector.header, name=name, atlas=__version__, base_norm=LONGEST_NUMBER)
+    header = replace(
+        vector.header, name=name, atlas=__version__, base_norm=LONGEST_NUMBER, shared=None
+    )
     parts = max(len(info.starts) for info in header.blocks)
     stream = TensorStream(file, room_for(header, parts))
     kept: list[BlockInfo] = []
@@ -197,7 +205,7 @@ def _write(vector: TaskVector, file: BinaryIO, name: str, form: Form) -> None:
             raise CheckpointError(f"{info.name}: holds values that are not finite numbers")
         if not norm:
             continue
-        whole = form.dtype == "int8" and isinstance(exact, Factors)  # factors have no 8-bit form
+        whole = is_integer(form.dtype) and isinstance(exact, Factors)  # factors have no such form
         block = storage.encode(Dense(values) if whole else exact, form)
         for key, tensor in stored_tensors(info.name, block).items():
             stream.add(key, tensor)

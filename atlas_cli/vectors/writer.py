@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from atlas_cli.core.packed import Packed, Residual
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
@@ -28,7 +29,7 @@ def room_for(header: Header, parts: int) -> int:
     entries = {
         block.name + kind: {"dtype": "BF16", "shape": block.shape, "data_offsets": place}
         for block in blocks
-        for kind in ("", "#scale", *kinds)
+        for kind in ("", "#scale", "#low", "#step", *kinds)
     }
     return len(header_text(entries, to_metadata(worst)))
 
@@ -51,6 +52,8 @@ def stored_tensors(name: str, block: Block) -> dict[str, torch.Tensor]:
             return {name: values}
         case Quantised(values, scales):
             return {name: values, f"{name}#scale": scales}
+        case Packed(_, codes, lows, steps) | Residual(_, Packed(_, codes, lows, steps), _):
+            return {name: codes, f"{name}#low": lows, f"{name}#step": steps}
         case Factors(_, parts):
             return {
                 f"{name}#{kind}{number}": tensor
