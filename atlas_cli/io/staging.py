@@ -24,6 +24,7 @@ except ImportError:  # Windows has no flock: two merges into one folder go unnot
     fcntl = None  # type: ignore[assignment]
 
 JOURNAL, MODEL, _REPLACED = "journal", "model", "replaced"
+_PART, _OLD = ".part", ".old"  # how names of temporary folders end, and of those they replace
 MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
@@ -34,13 +35,16 @@ Piece = tuple[int, int]  # the number of an output, and of a piece of it
 def temporary_folder(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder`, for the caller to rename once it is complete; else it vanishes.
 
-    What a run that was killed left of an earlier one is removed first.
+    What a run that was killed left is put right first: a folder that it was about to replace gets
+    its name back, and all else is removed.
     """
-    home, prefix, suffix = folder.absolute().parent, f".{folder.name}.atlas-", ".part"
+    home, prefix = folder.absolute().parent, f".{folder.name}.atlas-"
     for path in home.iterdir():
-        if path.name.startswith(prefix) and path.name.endswith(suffix):
+        if path.name.startswith(prefix) and path.name.endswith(_PART):
             _remove_stale(path)
-    temporary = Path(tempfile.mkdtemp(dir=home, prefix=prefix, suffix=suffix))
+        elif path.name.startswith(prefix) and path.name.endswith(_OLD):
+            _restore(path, folder)
+    temporary = Path(tempfile.mkdtemp(dir=home, prefix=prefix, suffix=_PART))
     handle = _hold_folder(temporary)
     try:
         yield temporary
@@ -48,6 +52,45 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if handle is not None:
             os.close(handle)
+
+
+def exchange(temporary: Path, folder: Path) -> None:
+    """Give a temporary folder its name; the folder that has it steps aside, and is removed last.
+
+    A run that is killed in between leaves the old one under a name that the next run knows.
+    """
+    if not os.path.lexists(folder):
+        temporary.rename(folder)
+        return
+    aside = temporary.with_suffix(_OLD)
+    # Held before it is moved, so that no other process takes it for one that a kill left.
+    handle = _hold_folder(folder)
+    try:
+        folder.rename(aside)
+        temporary.rename(folder)
+    finally:
+        _settle(aside, folder)
+        if handle is not None:
+            os.close(handle)
+
+
+def _settle(aside: Path, folder: Path) -> None:
+    """Give a folder that was moved aside its name back, or remove it if it was replaced."""
+    if not os.path.lexists(folder):
+        aside.rename(folder)
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _restore(aside: Path, folder: Path) -> None:
+    """Settle what a run that was killed had moved aside, unless a process still holds it."""
+    with contextlib.suppress(OSError):
+        handle = _hold_folder(aside)
+        if handle is not None or fcntl is None:
+            if not hasattr(os, "geteuid") or aside.lstat().st_uid == os.geteuid():
+                _settle(aside, folder)
+            if handle is not None:
+                os.close(handle)
 
 
 def _hold_folder(path: Path) -> int | None:

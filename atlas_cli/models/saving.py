@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import write_tensors
-from atlas_cli.io.staging import temporary_folder
+from atlas_cli.io.staging import exchange, temporary_folder
 from atlas_cli.models.clip import Clip
 from atlas_cli.models.folders import CONFIG, copy_companion_files, copy_text, has_text, read_tensors
 
@@ -22,13 +21,16 @@ _ACTIVATIONS = {True: "quick_gelu", False: "gelu"}
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name, and its place, at the end."""
+    """A temporary folder beside `folder` that takes its name, and its place, at the end.
+
+    However the process ends, the old folder or the new one is there, or comes back with the next
+    run that writes it.
+    """
     try:
         with temporary_folder(folder) as temporary:
             yield temporary
             temporary.chmod(0o755)
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
+            exchange(temporary, folder)
     except OSError as problem:
         raise AtlasError(f"{folder}: cannot be written: {problem.strerror}") from problem
 

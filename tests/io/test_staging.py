@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from conftest import TIMEOUT
 from warm import start
 
 from atlas_cli.errors import AtlasError
+from atlas_cli.io.files import hold
 from atlas_cli.io.staging import temporary_folder
 from atlas_cli.models.saving import whole_folder
 
@@ -70,3 +73,61 @@ def test_an_error_leaves_the_folder_that_was_there(tmp_path: Path):
         "model",
         "model/old",
     ]
+
+
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.mkdir", "os.chmod", "open")
+
+
+def replace_until(number: int, folder: Path) -> bool:
+    """Replace a folder in another process, killed before so many changes; whether it ended."""
+    if (process := os.fork()) == 0:
+        left = [number]
+
+        def kill(event: str, arguments: tuple[object, ...]) -> None:
+            left[0] -= event in CHANGES
+            if left[0] == 0:
+                os._exit(9)  # at once, as by SIGKILL
+
+        code = 1
+        try:
+            sys.addaudithook(kill)
+            with whole_folder(folder) as temporary:
+                (temporary / "file").write_text("new")
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(process, 0)[1] == 0
+
+
+def test_a_kill_at_any_moment_of_an_exchange_loses_neither_folder(tmp_path: Path):
+    model = tmp_path / "model"
+    seen, number, ended = [], 0, False
+    while not ended:
+        shutil.rmtree(tmp_path)
+        model.mkdir(parents=True)
+        (model / "file").write_text("old")
+        number += 1
+        ended = replace_until(number, model)
+        for left in tmp_path.glob(".*"):
+            aged(left)
+        with pytest.raises(KeyError), whole_folder(model):
+            raise KeyError  # the next run comes to nothing
+        seen.append((model / "file").read_text())
+        assert [path.name for path in tmp_path.rglob("*")] == ["model", "file"], number
+    assert seen == sorted(seen, reverse=True)  # first the old one, then the new one
+    assert set(seen) == {"old", "new"}
+    assert number > 8
+
+
+def test_a_folder_that_another_run_is_exchanging_is_left_to_it(tmp_path: Path):
+    aside = tmp_path / ".model.atlas-abcdefgh.old"
+    aside.mkdir()
+    handle = os.open(aside, os.O_RDONLY)
+    try:
+        assert hold(handle)
+        with temporary_folder(tmp_path / "model"):
+            assert aside.is_dir()
+    finally:
+        os.close(handle)
+    with temporary_folder(tmp_path / "model"):
+        assert (tmp_path / "model").is_dir()
