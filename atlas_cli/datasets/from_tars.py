@@ -305,10 +305,11 @@ def _streamed_members(shard: str) -> Iterator[Fetched]:
                     yield Fetched(_key(shard, key), labels.pop(key), waiting.pop(key))
     except FileNotFoundError as problem:
         raise UnreachableError(f"{shard}: no such file on the server") from problem
-    except tarfile.TarError as problem:
+    except (tarfile.TarError, OSError) as problem:
+        # What is left of a body whose length was announced: the client does not look at it.
+        if isinstance(problem, OSError) or getattr(answer, "length", None):
+            raise UnreachableError(f"{shard}: the connection was cut: {problem}") from problem
         raise DataError(f"{shard}: cannot be read as a tar file: {problem}") from problem
-    except OSError as problem:
-        raise UnreachableError(f"{shard}: the connection was cut: {problem}") from problem
     for key in waiting:
         raise DataError(f"{shard}: {key} has no .cls file beside it")
 
