@@ -61,6 +61,21 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{folded[close[0]]}'?" if close else ""
 
 
+def pattern_problem(text: str) -> str | None:
+    """What is wrong with a regular expression; None if nothing is."""
+    import re
+    import warnings
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of sets that may mean more one day
+            re.compile(text)
+    except (re.error, OverflowError) as problem:
+        return str(problem)
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
 def install_hint(extra: str) -> str:
     """The command that installs what an extra needs, by packages that an index has.
 

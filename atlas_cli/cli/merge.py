@@ -16,7 +16,7 @@ from atlas_cli.cli import console
 from atlas_cli.cli.console import progress, read_text
 from atlas_cli.cli.options import AsJson, Device, KeepDownloads, Quiet
 from atlas_cli.cli.push import EvaluationFile, upload
-from atlas_cli.errors import UsageError
+from atlas_cli.errors import UsageError, pattern_problem
 
 if TYPE_CHECKING:
     from atlas_cli.merging.merge import Merged, MergeEvent, MergeOptions, MergePlan
@@ -193,10 +193,8 @@ def _check(push: str | None, explain: str | None) -> None:
         from atlas_cli.sources.hub import check_repository
 
         check_repository(push, "--push ")
-    try:
-        re.compile(explain or "")
-    except re.error as problem:
-        raise UsageError(f"--explain: not a regular expression: {problem}") from None
+    if explain and (wrong := pattern_problem(explain)):
+        raise UsageError(f"--explain: not a regular expression: {wrong}")
 
 
 def _read_recipe(name: str, *, strict: bool) -> Merge:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -174,7 +173,7 @@ def _counts(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
+    return value is None or (type(value) in (int, float) and abs(value) < 1e30)
 
 
 def _index(value: Any) -> bool:
@@ -297,7 +296,8 @@ def _check(
 
 def _numbers(tower: Mapping[str, Any]) -> float:
     """About how many numbers a tower has."""
-    width, layers = tower.get("width") or 0, tower.get("layers") or 0
+    own = not (tower.get("timm_model_name") or tower.get("hf_model_name"))  # else by that name
+    width, layers = tower.get("width") or 768 * own, tower.get("layers") or 12 * own
     depth = float(sum(layers) if isinstance(layers, list | tuple) else layers)
     side = float(max(width) if isinstance(width, list | tuple) else width)
     patches = tower.get("image_size") or 0, tower.get("patch_size") or 1

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from atlas_cli.errors import pattern_problem
 from atlas_cli.recipes.model import (
     GRANULARITY,
     STORAGES,
@@ -62,15 +63,6 @@ def split_without(otherwise: str) -> Any:
 
 
 # Values as text -------------------------------------------------------------------------------
-
-
-def is_pattern(text: str) -> bool:
-    """Whether a text is a regular expression."""
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
 
 
 def parse_penalty(text: str) -> tuple[int, float]:
@@ -140,7 +132,7 @@ class LearnRecipe(Recipe):
     ] = "block"
     groups: Annotated[
         list[str],
-        expect(lambda texts: all(map(is_pattern, texts)), "not a regular expression"),
+        expect(lambda texts: not any(map(pattern_problem, texts)), "not a regular expression"),
         about("Regular expressions; blocks matched by the same one share a coefficient."),
     ] = []
     epochs: Annotated[Positive, about("Passes over the images; 10.")] = 10

@@ -201,7 +201,8 @@ def _range_problems(group: Group) -> Iterator[str]:
 
 def _number_problems(group: Group, row: MergeMethod) -> Iterator[str]:
     names = [entry.get("model") for entry in group.listed]
-    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+    twice = (name for name in names if isinstance(name, str) and names.count(name) > 1)
+    for name in dict.fromkeys(twice):
         yield f"{group.place}: {name} is given twice"
     count = len([name for name in names if row.base == "no" or name != group.base])
     low, high = row.models

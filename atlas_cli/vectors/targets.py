@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atlas_cli.errors import AtlasError, UsageError, nearest
+from atlas_cli.errors import AtlasError, UsageError, nearest, pattern_problem
 from atlas_cli.sources.locate import Source, check_architecture, locate, name_of, parse_reference
 from atlas_cli.sources.model_files import WEIGHT_SUFFIXES
 from atlas_cli.sources.reference import Reference
@@ -51,11 +51,8 @@ class ExtractRequest:
         if self.scale == 0 or not math.isfinite(self.scale):
             raise UsageError(f"--scale {self.scale}: expected a number other than 0")
         for pattern in self.ignore:
-            try:
-                re.compile(pattern)
-            except re.error as problem:
-                said = f"--ignore {pattern}: not a regular expression: {problem}"
-                raise UsageError(said) from None
+            if wrong := pattern_problem(pattern):
+                raise UsageError(f"--ignore {pattern}: not a regular expression: {wrong}")
         check_architecture(self.arch)
 
     def _check_rtvq(self) -> None:

@@ -313,7 +313,73 @@ ODD = [
 ]
 
 
+VALUES: list[Any] = [
+    *(None, True, 0, -1, 1, 2**63, 10**400, -0.0, 1.5, 1e308, float("nan"), float("inf")),
+    *("", "a", "../x", "/etc/passwd", "builtin:tiny", "hf:a/b", "1e5", "\x00", "\x1b[2J", "\ud800"),
+    *("x" * 5000, "(a|a)*$", "{}", "a{99999999999}", "~nobody/x", "\n- b", "k:v"),
+    *([], {}, [[]], [{}], {"a": []}, [None], ["a", "a"], {"": 1}, [1, "a", None]),
+]
+
+
 def mutated(content: bytes, dice: random.Random, others: list[bytes]) -> bytes:
+    """A few random changes: odd values in a text that stays one, or any change of any bytes."""
+    if dice.random() < 0.5 and (tree := _tree(content)) is not None:
+        for _ in range(dice.choice((1, 1, 2, 4))):
+            tree = _regrown(tree, dice)
+        try:
+            text = json.dumps(tree).encode()
+            start = len(text).to_bytes(8, "little") if _start(content) else b""
+            return start + text + _rest(content)
+        except (ValueError, RecursionError):
+            pass  # an integer of too many digits
+    return _scrambled(content, dice, others)
+
+
+def _start(content: bytes) -> bytes:
+    """The length before the header of a weight file."""
+    return content[:8] if content[8:9] == b"{" else b""
+
+
+def _rest(content: bytes) -> bytes:
+    length = int.from_bytes(content[:8], "little")
+    return content[8 + length :] if _start(content) else b""
+
+
+def _tree(content: bytes) -> Any:
+    """What a text of JSON or YAML holds; None if it is neither."""
+    import yaml
+
+    start = len(_start(content))
+    text = content[start : len(content) - len(_rest(content))]
+    try:
+        found = json.loads(text) if text[:1] in b"{[" else yaml.load(text, yaml.CSafeLoader)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return None
+    return found if isinstance(found, dict | list) and found else None
+
+
+def _regrown(node: Any, dice: random.Random) -> Any:
+    """A copy of a tree in which one value, key or entry is another."""
+    if not isinstance(node, dict | list) or not node or dice.random() < 0.15:
+        return dice.choice(VALUES)
+    if isinstance(node, list):
+        place = dice.randrange(len(node))
+        how = dice.randrange(6)
+        if how == 0:
+            return node + node[place : place + 1] * dice.choice((1, 1, 50))
+        if how == 1:
+            return node[:place] + node[place + 1 :]
+        return [*node[:place], _regrown(node[place], dice), *node[place + 1 :]]
+    key = dice.choice(list(node))
+    how = dice.randrange(8)
+    if how == 0:
+        return {name: value for name, value in node.items() if name != key}
+    if how == 1:
+        return {**node, str(dice.choice(VALUES)): node[key]}
+    return {**node, key: _regrown(node[key], dice)}
+
+
+def _scrambled(content: bytes, dice: random.Random, others: list[bytes]) -> bytes:
     """A few random changes: bits, cuts, copies, odd values in the place of words."""
     made = bytearray(content)
     for _ in range(dice.choice((1, 1, 2, 4, 8))):

@@ -209,6 +209,15 @@ def test_a_budget_that_is_too_small_says_what_is_needed(refused):
     assert "use --memory" in refused(linear(1, 1), "--memory", "100MB")
 
 
+def test_a_process_that_grows_after_the_check_merges_within_what_one_tile_needs(
+    merge: Merge, monkeypatch: pytest.MonkeyPatch
+):
+    whole = digests(merge(linear(1, 1), to="whole"))
+    sizes = iter([0])  # when memory is checked, and far more than the budget from then on
+    monkeypatch.setattr("atlas_cli.merging.execute.resident", lambda: next(sizes, 10**15))
+    assert digests(merge(linear(1, 1), "--threads", "2")) == whole
+
+
 def test_peak_memory_stays_within_the_budget_for_one_large_tensor(
     run_python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
