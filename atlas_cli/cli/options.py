@@ -89,7 +89,8 @@ def _check_device(device: str) -> str:
         known.append(import_module("torch")._C._get_privateuse1_backend_name())
     if kind not in known or (colon and not number.isdecimal()) or device.startswith("auto:"):
         expected = "expected auto, cpu, cuda, cuda:N, mps, xpu or another that torch knows"
-        raise UsageError(f"--device {device}: {expected}{nearest(kind, known)}")
+        hint = nearest(kind.replace("gpu", "cuda"), known)
+        raise UsageError(f"--device {device}: {expected}{hint}")
     return device
 
 
