@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import hypothesis
 import numpy as np
 import pytest
 import warm
+from faults import messages
 from PIL import Image
 
 TIMEOUT = 300  # seconds for another process; a busy machine may be ten times as slow as a quiet one
@@ -79,6 +81,30 @@ class Result:
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("markexpr")
     hypothesis.settings.load_profile("slow" if chosen == "slow" else "default")
+    if not hasattr(config, "workerinput"):  # the processes of xdist share the notes of this one
+        handle, os.environ[messages.LOG] = tempfile.mkstemp(prefix="atlas-messages-")
+        os.close(handle)
+    messages.record()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """After a whole run, list the error messages that no test has produced."""
+    log = Path(os.environ[messages.LOG])
+    never = messages.missing(log) if _is_whole(config) else []
+    log.unlink()
+    if never:
+        terminalreporter.section(f"{len(never)} messages that no test produces")
+        for line in never:
+            terminalreporter.line(line)
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether all tests of the default suite run."""
+    chosen = (config.getoption(name, None) for name in ("keyword", "deselect", "lf", "maxfail"))
+    by_default = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return by_default and config.getoption("markexpr") == "not slow" and not any(chosen)
 
 
 def pytest_collection_finish() -> None:

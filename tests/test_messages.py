@@ -1,4 +1,4 @@
-"""Mistakes that no other test makes; `python -m tests.faults.messages` lists what is missing."""
+"""Mistakes that no other test makes; a run of all tests lists what is missing."""
 
 from __future__ import annotations
 

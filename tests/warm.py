@@ -164,10 +164,13 @@ def serve(listening: socket.socket) -> None:
     """Fork a child for every client until stdin is closed, then kill all that are left."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as run() does, before numpy is there
 
+    from faults import messages
+
     from atlas_cli import __main__  # noqa: F401
     from atlas_cli.cli import app, console, warm  # noqa: F401
     from atlas_cli.models.clip import open_tokenizer
 
+    messages.record()
     console.PAUSE = math.inf  # how slow the machine is today is no part of what a command says
     for length in (16, 32, 77):  # of the models in tests, of the built-in one and of CLIP
         open_tokenizer({"text_cfg": {"context_length": length}}, None)
