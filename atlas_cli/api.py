@@ -124,7 +124,7 @@ def _take_options(keys: dict[str, Any]) -> RunOptions:
     """The options of a run, taken out of the keys."""
     from atlas_cli.learning.run import RunOptions
 
-    names = ("resume", "force", "threads", "device", "workers", "skip_broken")
+    names = ("resume", "force", "threads", "device", "workers", "skip_broken", "log")
     given = {name: keys.pop(name) for name in names if name in keys}
     output = keys.pop("output", None)
     return RunOptions(folder=Path(output) if output else None, **given)

@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "learning": (
         {"core", "datasets", "io", "merge_methods", "models", "parallel", "recipes", "sources"}
         | {"vectors"},
-        {"torch"},
+        {"torch", "wandb"},
     ),
     "merging": (
         {"core", "io", "merge_methods", "models", "native", "parallel", "recipes", "sources"}

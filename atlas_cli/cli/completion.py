@@ -212,7 +212,7 @@ def _values(command: str, name: str | None) -> Iterator[Candidate]:
     from atlas_cli.vectors.targets import DTYPES, SCOPES
 
     known: dict[str, Iterable[str]] = {"dtype": DTYPES, "scope": SCOPES, "split": SPLITS}
-    known |= {"device": ("auto", "cpu", "cuda", "mps", "xpu")}
+    known |= {"device": ("auto", "cpu", "cuda", "mps", "xpu"), "log": ("tensorboard", "wandb")}
     if name == "arch":
         known["arch"] = open_clip_tags()
     if name == "compare":

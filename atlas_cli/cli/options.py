@@ -270,6 +270,12 @@ _RUN_OPTIONS: dict[str, Any] = {
     "workers": Workers,
     "skip_broken": SkipBroken,
     "keep_downloads": KeepDownloads,
+    "log": _option(
+        list[str],
+        "--log",
+        metavar="TRACKER",
+        help="tensorboard or wandb, beside metrics.jsonl in -o DIR (extras of these names).",
+    ),
     "as_json": AsJson,
     "quiet": Quiet,
     "verbose": Verbose,

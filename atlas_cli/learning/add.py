@@ -21,7 +21,6 @@ from atlas_cli.learning.run import (
     RunOptions,
     learn,
     open_tasks,
-    source_of,
 )
 from atlas_cli.recipes.learning import parse_clamp, parse_individual
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
@@ -148,7 +147,7 @@ class Adding(LearningVerb):
         rows.append(_row("individual", names, own, own))
         before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", method))
         comment = (
-            f"{source_of(ready)}\nMean accuracy on these images: zero-shot {before:.2f}, "
+            f"{ready.source}\nMean accuracy on these images: zero-shot {before:.2f}, "
             f"{method} {after:.2f}."
         )
         facts: dict[str, object] = {

@@ -20,7 +20,6 @@ from atlas_cli.learning.run import (
     RunOptions,
     learn,
     open_labelled,
-    source_of,
 )
 from atlas_cli.recipes.model import as_percent
 
@@ -182,7 +181,7 @@ class Fitting(LearningVerb):
         select, method = self.recipe.select, self._method
         if selection.before is None or selection.after is None:  # folds score coefficients alone
             known = {"adapter": self.recipe.adapter, "choice": selection.choice}
-            return Report(source_of(ready), (f"{method}: no images to score it on",), known)
+            return Report(ready.source, (f"{method}: no images to score it on",), known)
         before, after = (
             as_percent(score.values["accuracy"]) for score in (selection.before, selection.after)
         )
@@ -194,7 +193,7 @@ class Fitting(LearningVerb):
         if not selection.improved:
             note = f"nothing beat zero-shot ({self._words[:-1]} {before:.2f} {scored}): all are 0"
         comment = (
-            f"{source_of(ready)}\nAccuracy {scored}: zero-shot {before:.2f}, {method} {after:.2f}."
+            f"{ready.source}\nAccuracy {scored}: zero-shot {before:.2f}, {method} {after:.2f}."
         )
         facts: dict[str, object] = {"zero_shot": before, "learned": after}
         if self.recipe.adapter != "none":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.learning.events import Listener, ignore, never
 from atlas_cli.learning.results import Cell, LearningResult, Report
-from atlas_cli.learning.run import LearningVerb, RunOptions, learn, open_tasks, source_of
+from atlas_cli.learning.run import LearningVerb, RunOptions, learn, open_tasks
 from atlas_cli.recipes.merge_parameters import check_compared, parse_merge
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Negating(LearningVerb):
             "accuracy": scores,
         }
         failed = None if selection.improved else _FAILED.format(100 * self.recipe.keep)
-        comment = f"{source_of(ready)}\nAccuracy on these images: {changes}."
+        comment = f"{ready.source}\nAccuracy on these images: {changes}."
         rows: list[dict[str, Cell]] = [
             {"": method, **dict(zip(names, found, strict=True))} for method, found in scores.items()
         ]

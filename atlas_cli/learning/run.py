@@ -69,10 +69,15 @@ class RunOptions:
     keep_downloads: bool = False
     workers: int | None = None  # that decode images
     skip_broken: bool = False
+    log: Sequence[str] | None = None  # trackers that are told of every step
 
     def check(self) -> None:
         if self.resume and self.folder is None:
             raise UsageError("--resume goes on with the run in -o DIR; name it")
+        if self.log:
+            from atlas_cli.learning.trackers import check_trackers
+
+            check_trackers(self.log, self.folder)
 
     @property
     def cores(self) -> int:
@@ -388,11 +393,3 @@ def _finished(
         folder=folder.folder if folder else None,
         stopped=stopped,
     )
-
-
-def source_of(ready: PreparedRun) -> str:
-    """What was learned from, in a few words."""
-    inputs = ready.inputs
-    images = sum(len(dataset.samples) for dataset in inputs.datasets)
-    names = ", ".join(dataset.name for dataset in inputs.datasets)
-    return f"from {images} images of {names}, seed {inputs.recipe.seed}."

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from atlas_cli.sources.locate import Source
 if TYPE_CHECKING:
     from atlas_cli.learning.run import RunOptions
     from atlas_cli.learning.selection import Tested
+    from atlas_cli.learning.trackers import Trackers
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
@@ -37,6 +38,7 @@ _RESULTS = (
     *(HEAD, PROJECTION),
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
+_TRACKED = ("tensorboard", "wandb")  # folders that --log writes
 _MOST = 1 << 30  # bytes of a file of a run that is read at once
 _UNCHECKED = ("versions",)
 
@@ -66,6 +68,7 @@ class RunFolder:
     made: bool
     lock: FolderLock
     resumed: bool = False
+    trackers: Trackers | None = None
     _waiting: list[str] = field(default_factory=list)
     _rows: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)  # of the rows that are written
@@ -79,13 +82,15 @@ class RunFolder:
         with _explained(self.folder):
             with (self.folder / _METRICS).open("a", encoding="utf-8") as file:
                 file.writelines(self._waiting)
-            self._rows += len(self._waiting)
-            self._digest.update("".join(self._waiting).encode())
-            self._waiting.clear()
+            rows, self._waiting = self._waiting, []
+            self._rows += len(rows)
+            self._digest.update("".join(rows).encode())
             counted = {"rows": self._rows, "rows_sha256": self._digest.hexdigest()}
             text = json.dumps({**facts, **counted})
             kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
+        if self.trackers:
+            self.trackers.rows(rows)
 
     def restore(self) -> SavedRun | None:
         """The last save, with the rows of metrics that belong to it; None before the first."""
@@ -120,6 +125,8 @@ class RunFolder:
         except ValueError as problem:
             raise CheckpointError(f"{path}: is damaged; --force starts anew") from problem
         self._rows, self._digest = rows, digest
+        if self.trackers:
+            self.trackers.rows(kept.decode("utf-8").splitlines())
 
     def keep_large(self, coefficients: torch.Tensor) -> str:
         """Write a table that is too large for text, and give its path."""
@@ -157,6 +164,8 @@ class RunFolder:
         text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
         with _explained(self.folder):
             write_text(self.folder / _RESULT, text)
+        if self.trackers:
+            self.trackers.result(result)
 
     def write_images(self, shown: Iterable[Dataset], tested: Iterable[Tested]) -> None:
         """Write which images were learned from, and what is predicted for test images."""
@@ -175,6 +184,8 @@ class RunFolder:
         """Remove what a failed run made. A resumed run keeps what there was."""
         if self.resumed:
             return
+        if self.trackers:
+            self.trackers.close()
         (self.folder / _CONFIG).unlink(missing_ok=True)
         _clear(self.folder)
         self.lock.release()
@@ -261,7 +272,28 @@ def open_folder(
         yield None
         return
     with open_run(folder, config, resume=options.resume, force=options.force) as opened:
-        yield opened
+        if not options.log:
+            yield opened
+            return
+        with _tracked(opened, config, options.log):
+            yield opened
+
+
+@contextmanager
+def _tracked(run: RunFolder, config: Mapping[str, object], names: Sequence[str]) -> Iterator[None]:
+    """With trackers that are told of the run, until it ends."""
+    from atlas_cli.learning.trackers import Trackers
+
+    try:
+        with _explained(run.folder):
+            run.trackers = Trackers(names, run.folder, config)
+    except AtlasError:
+        run.abandon()
+        raise
+    try:
+        yield
+    finally:
+        run.trackers.close()
 
 
 @contextmanager
@@ -301,7 +333,7 @@ def _clear(folder: Path) -> None:
     """Remove the results of a run."""
     for name in _RESULTS:
         (folder / name).unlink(missing_ok=True)
-    for name in (MODEL, ADAPTER):
+    for name in (MODEL, ADAPTER, *_TRACKED):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

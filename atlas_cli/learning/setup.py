@@ -116,6 +116,14 @@ class PreparedRun:
         """Whether coefficients are not listed one by one: too many, or of no task vector."""
         return self.large or not self.pool.members
 
+    @property
+    def source(self) -> str:
+        """What is learned from, in a few words."""
+        datasets = self.inputs.datasets
+        images = sum(len(dataset.samples) for dataset in datasets)
+        names = ", ".join(dataset.name for dataset in datasets)
+        return f"from {images} images of {names}, seed {self.inputs.recipe.seed}."
+
     def table(self, coefficients: torch.Tensor) -> Table:
         """Coefficients under their names. A block that a vector lacks has none."""
         names = [member.name for member in self.pool.members]

@@ -27,7 +27,6 @@ from atlas_cli.learning.run import (
     RunOptions,
     learn,
     prepare,
-    source_of,
     training,
     warner,
 )
@@ -130,7 +129,7 @@ class Adapting(LearningVerb):
             "adapted": last,
             "histogram": histograms,
         }
-        comment = f"{source_of(ready)} No label was looked at.\n{decided}: {changes}."
+        comment = f"{ready.source} No label was looked at.\n{decided}: {changes}."
         return Report(comment, (decided,), facts, _rows(histograms), details=(changes,))
 
 
@@ -300,6 +299,8 @@ def tta_online(
     options.check()
     if recipe.method == "search":
         raise UsageError("--method search looks at all images at once; it has no --online")
+    if options.log:
+        raise UsageError("--log follows the steps of a run over given images; it has no --online")
     verb = Streaming(recipe)
     with prepare(verb, options, on_event) as ready:
         from atlas_cli.learning.online import OnlineAdapter
