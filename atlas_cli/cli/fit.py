@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atlas_cli.cli.console import given_recipe, learning_options, run_learning
+from atlas_cli.cli.console import (
+    ConsoleListener,
+    OutputOptions,
+    emit,
+    emit_rows,
+    given_recipe,
+    learning_options,
+    run_learning,
+)
 from atlas_cli.cli.options import learning_command
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunOptions
+    from atlas_cli.recipes.fit import FitRecipe
 
 Data = Annotated[
     str, typer.Argument(metavar="DATA", help="Images, or a recipe (.yaml, - for stdin).")
@@ -40,6 +53,22 @@ AdapterStage = Annotated[
 ]
 
 
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="SIZE", help="Bytes of vectors to keep, such as 500MB."),
+]
+KeepVectors = Annotated[
+    int | None, typer.Option("--keep-vectors", metavar="B", help="Vectors to keep in every block.")
+]
+RankBy = Annotated[
+    str | None,
+    typer.Option("--rank-by", metavar="HOW", help="greedy (default), gradient or random."),
+]
+RankOnly = Annotated[
+    bool, typer.Option("--rank-only", help="Show what would be kept, and learn nothing.")
+]
+
+
 @learning_command
 def fit(
     data: Data,
@@ -48,6 +77,10 @@ def fit(
     preset: Preset = None,
     adapter: Adapter = None,
     adapter_stage: AdapterStage = None,
+    budget: Budget = None,
+    keep_vectors: KeepVectors = None,
+    rank_by: RankBy = None,
+    rank_only: RankOnly = False,
     **shared: Any,
 ) -> None:
     """Learn a coefficient for every block of every task vector from a few labelled images.
@@ -68,8 +101,27 @@ def fit(
         "preset": preset,
         "adapter": adapter,
         "adapter_stage": adapter_stage,
+        "budget": budget,
+        "keep_vectors": keep_vectors,
+        "rank_by": rank_by,
     }
     needed = () if adapter else ("vectors",)
     flags, options, output = learning_options(shared, own)
     recipe = given_recipe(FitRecipe, data, flags, needed)
+    if rank_only:
+        _show_ranking(recipe, options, output)
+        return
     run_learning(partial(run, recipe, options), output)
+
+
+def _show_ranking(recipe: FitRecipe, options: RunOptions, output: OutputOptions) -> None:
+    """Blocks that would be kept, best first: as JSON, or as rows of CSV."""
+    from atlas_cli.learning.fit import rank_vectors
+
+    with ConsoleListener(output) as listener:
+        found = rank_vectors(recipe, options, on_event=listener)
+    if output.as_json:
+        emit(asdict(found), as_json=True)
+        return
+    columns = ("vector", "block", "storage", "bytes", "gain")
+    emit_rows(columns, [[str(pick[column]) for column in columns] for pick in found.picks])

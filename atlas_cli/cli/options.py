@@ -235,7 +235,7 @@ def _option(kind: Any, *names: str, **more: Any) -> Any:
 # The keys of recipes, which say what each is for: see help.py.
 _FLAGS: dict[str, Any] = {
     "model": _option(str, "--model", metavar="BASE"),
-    "vectors": _option(list[str], "--vectors", "--vector", metavar="VECTOR..."),
+    "vectors": _option(list[str], "--vectors", "--vector", "--pool", metavar="VECTOR..."),
     "exclude": _option(list[str], "--exclude", metavar="NAME..."),
     "storage": _option(str, "--storage", metavar="DTYPE"),
     "shots": _option(str, "--shots", metavar="K"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from atlas_cli.datasets.dataset import Dataset, open_dataset
 from atlas_cli.errors import DataError, UsageError
-from atlas_cli.learning.events import Listener, ignore, never
+from atlas_cli.learning.events import Listener, Noted, ignore, never
 from atlas_cli.learning.results import LearningResult, Report
 from atlas_cli.learning.run import (
     LearningVerb,
@@ -20,6 +20,8 @@ from atlas_cli.learning.run import (
     RunOptions,
     learn,
     open_labelled,
+    resolve,
+    warner,
 )
 from atlas_cli.recipes.model import as_percent
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from atlas_cli.learning.batches import LabelledObjective, TaskScore, TrainingConfig
+    from atlas_cli.learning.ranking import Ranking
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Score, Selection
     from atlas_cli.learning.setup import PreparedRun, Setup
@@ -51,7 +54,24 @@ def fit(
     stop: Callable[[], bool] = never,
 ) -> LearningResult:
     """Learn a coefficient for every block of every task vector from labelled images."""
-    return learn(Fitting(recipe), options or RunOptions(), on_event, stop)
+    verb = Fitting(recipe, lambda text: on_event(Noted(text)))
+    return learn(verb, options or RunOptions(), on_event, stop)
+
+
+def rank_vectors(
+    recipe: FitRecipe, options: RunOptions | None = None, *, on_event: Listener = ignore
+) -> Ranking:
+    """Which blocks of the vectors a fit with this budget would keep. Nothing is written."""
+    verb, options = Fitting(recipe), options or RunOptions()
+    if not verb.limited:
+        raise UsageError("--rank-only ranks what --budget or --keep-vectors keeps; give one")
+    inputs = resolve(verb, options, on_event)
+
+    from atlas_cli.learning.ranking import ranking_of
+    from atlas_cli.learning.setup import gathered
+
+    files = gathered(inputs, lambda text: on_event(Noted(text)), warner(on_event))
+    return ranking_of(replace(inputs, files=files))
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,7 @@ class Fitting(LearningVerb):
     """Recognise a few images of one task."""
 
     recipe: FitRecipe
+    tell: Callable[[str], None] = lambda text: None
     name = "fit"
 
     def open_data(self) -> tuple[tuple[Dataset, ...], tuple[Dataset, ...]]:
@@ -127,7 +148,11 @@ class Fitting(LearningVerb):
 
     @contextmanager
     def vectors_made(self, inputs: RunInputs, folder: Path | None) -> Iterator[RunInputs]:
-        """The directions of a basis as vectors, if one is asked for."""
+        """The directions of a basis, or the blocks that are kept, as vectors, if asked for."""
+        if self.limited:
+            with self._limited(inputs, folder) as limited:
+                yield limited
+            return
         if self.recipe.basis is None:
             yield inputs
             return
@@ -143,6 +168,23 @@ class Fitting(LearningVerb):
             refuse_target(map(open_member, inputs.files), inputs.datasets[0])
         with trimmed_folder(folder) as target:
             made = write_basis(self.recipe.basis, inputs.files, target, self.recipe.seed)
+            yield replace(inputs, files=tuple(made))
+
+    @property
+    def limited(self) -> bool:
+        """Whether only some blocks of the vectors are kept."""
+        return self.recipe.budget is not None or self.recipe.keep_vectors is not None
+
+    @contextmanager
+    def _limited(self, inputs: RunInputs, folder: Path | None) -> Iterator[RunInputs]:
+        """What is kept of the vectors, written into the run's folder."""
+        if folder is None:
+            raise UsageError("--budget writes what is kept into the run's folder; use -o DIR")
+        from atlas_cli.learning.ranking import write_picked
+        from atlas_cli.learning.run_folder import trimmed_folder
+
+        with trimmed_folder(folder) as target:
+            made = write_picked(inputs, target, self.tell)
             yield replace(inputs, files=tuple(made))
 
     @property

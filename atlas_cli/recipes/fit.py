@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from atlas_cli.errors import UsageError, nearest
 from atlas_cli.recipes.learning import SELECT, VECTORS, LearnRecipe, split_without
-from atlas_cli.recipes.model import Check, about, expect, one_of
+from atlas_cli.recipes.model import Check, Positive, about, expect, one_of, parse_bytes
 from atlas_cli.registry import ADAPTERS, BASES, find_basis
 
 # What `fit` does where a recipe does not say; see benchmarks/RESULTS.md for what decided it.
@@ -26,6 +26,7 @@ BOLT: Mapping[str, Any] = {
     "epochs": 20,
     "min_steps": 1,
 }
+RANKINGS = ("greedy", "gradient", "random")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {},
     "fast": _FAST,
@@ -87,6 +88,29 @@ class FitRecipe(LearnRecipe):
             "matrix, with BOLT's schedule), `pca:K` or `random` (of the same norms)."
         ),
     ] = None
+    budget: Annotated[
+        Annotated[
+            str,
+            expect(
+                lambda text: parse_bytes(text) is not None, "expected a size such as 500MB or 2GiB"
+            ),
+        ]
+        | None,
+        about(
+            "Bytes of vectors that are kept: the blocks that help most, in fewer bits if needed."
+        ),
+    ] = None
+    keep_vectors: Annotated[
+        Positive | None, about("Or how many vectors are kept in every block.")
+    ] = None
+    rank_by: Annotated[
+        str,
+        one_of(*RANKINGS),
+        about(
+            "What is kept first: `greedy` (gain per byte, less what is kept already), `gradient` "
+            "(the steepest blocks) or `random` (whole vectors)."
+        ),
+    ] = "greedy"
     preset: Annotated[
         str,
         one_of(*PRESETS),
@@ -140,6 +164,13 @@ class FitRecipe(LearnRecipe):
                 yield "method", f"a basis has no uniform scale, found {found['method']!r}"
             if (kind := found.get("granularity", "block")) != "block" or found.get("groups"):
                 yield "granularity", f"a basis has a coefficient per block, found {kind!r}"
+        if found.get("budget") and found.get("keep_vectors"):
+            yield "budget", "and keep_vectors both say how much is kept; give one of them"
+        limited = found.get("budget") or found.get("keep_vectors")
+        if limited and (basis or not vectors):
+            yield "budget", "is for the vectors themselves: there are none, or another basis"
+        if not limited and "rank_by" in found:
+            yield "rank_by", f"needs budget or keep_vectors, found {found['rank_by']!r}"
         if joint and name == "none":
             yield "adapter_stage", "there is no adapter, found 'joint'"
         if joint and entry and not entry.rates:

@@ -1,0 +1,226 @@
+"""The blocks of a pool that help most with some images, found in one pass over the pool.
+
+The gradient of the loss at the base is taken once. Every vector is then read block by block, and
+let go: no more than one block is in memory, however many vectors there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from atlas_cli.core import stacks, storage
+from atlas_cli.core.budget import RANKINGS, STORED, Budget, Pick, Slopes
+from atlas_cli.core.compose import stack_blocks
+from atlas_cli.core.losses import cross_entropy
+from atlas_cli.core.storage import Block, Dense, Form, Quantised
+from atlas_cli.datasets.pixels import Pixels, view_of
+from atlas_cli.errors import CheckpointError, UsageError
+from atlas_cli.io.checkpoint import write_tensors
+from atlas_cli.learning.setup import refuse_target
+from atlas_cli.models.clip import logits_of, open_model, zero_shot_head
+from atlas_cli.models.folders import read_tensors
+from atlas_cli.models.trainable import TrainableModel
+from atlas_cli.parallel import thread_pool_for
+from atlas_cli.recipes.model import parse_bytes
+from atlas_cli.sources.locate import vector_file
+from atlas_cli.vectors.format import BlockInfo, Header, open_vector, to_metadata
+from atlas_cli.vectors.pool import GatheredVector, Member, check_members
+from atlas_cli.vectors.writer import stored_tensors
+
+if TYPE_CHECKING:
+    from atlas_cli.learning.run import RunInputs
+
+_PREFIX = "visual."
+_PIXELS = 2**30  # bytes of decoded images that are kept
+_AT_ONCE = 64  # images of one backward pass
+_SAMPLED = 2048  # elements of a block from which angles are estimated
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The blocks that are kept, best first, and what they take together."""
+
+    rank_by: str
+    bytes: int
+    of_bytes: int
+    vectors: tuple[str, ...]
+    picks: tuple[dict[str, object], ...]
+
+
+def gradient_at_base(inputs: RunInputs) -> dict[str, torch.Tensor]:
+    """dL/dtheta0 of the image tower, of the mean cross-entropy of all shots as they are scored."""
+    clip = open_model(inputs.model, inputs.opening)
+    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
+    dataset = inputs.datasets[0]
+    pixels = Pixels(dataset, view_of(clip.preprocess), _PIXELS, clip.device, inputs.options.workers)
+    head = zero_shot_head(clip, dataset.classes, dataset.templates, lambda text: None)
+    names = [name for name, _ in module.named_parameters()]
+    count = len(dataset.samples)
+    with thread_pool_for(module, inputs.options.cores) as thread_pool:
+        model = TrainableModel(module, names, prefix=_PREFIX, thread_pool=thread_pool)
+        for start in range(0, count, _AT_ONCE):
+            some = list(range(start, min(start + _AT_ONCE, count)))
+            labels = pixels.labels[some].to(clip.device)
+
+            def loss(features: torch.Tensor, labels: torch.Tensor = labels) -> torch.Tensor:
+                found = cross_entropy(logits_of(features, head), labels)
+                return found * len(labels) / count
+
+            model.backward(pixels.fixed(some), loss)
+        return {name: tensor.cpu() for name, tensor in model.gradients().items()}
+
+
+def measure(
+    members: Sequence[Member], names: Sequence[str], gradient: Mapping[str, torch.Tensor]
+) -> Slopes:
+    """<G, tau> of every block of every vector. One block is in memory at a time."""
+    shape = len(members), len(names)
+    slopes, squares, sizes = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    shapes: dict[str, tuple[int, ...]] = {}
+    samples: list[dict[str, torch.Tensor]] = []
+    column = {name: number for number, name in enumerate(names)}
+    elements: dict[str, torch.Tensor] = {}
+    for number, member in enumerate(members):
+        samples.append({})
+        for info in member.vector.header.blocks:
+            if info.name not in column:
+                continue
+            place = column[info.name]
+            block = member.vector.read(info.name)
+            flat = gradient[info.name].float().flatten()
+            parts = stack_blocks({0: block})
+            slope = sum(stacks.dot(flat, part, (0, len(flat)))[0].item() for part in parts)
+            if not math.isfinite(slope):
+                raise CheckpointError(f"{member.path}: block {info.name} holds no finite values")
+            slopes[number, place], squares[number, place] = slope, info.norm**2
+            sizes[number, place] = storage.bytes_of(block)
+            shapes[info.name] = info.shape
+            if info.name not in elements:
+                elements[info.name] = _elements(info)
+            samples[-1][info.name] = _some(block, elements[info.name]).half()
+    return Slopes(tuple(names), shapes, slopes, squares, sizes, samples)
+
+
+def _elements(info: BlockInfo) -> torch.Tensor:
+    """Which elements of a block angles are estimated from."""
+    size = math.prod(info.shape)
+    if size <= _SAMPLED:
+        return torch.arange(size)
+    digest = hashlib.sha256(info.name.encode()).digest()[:7]
+    random = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randint(size, (_SAMPLED,), generator=random)
+
+
+def _some(block: Block, places: torch.Tensor) -> torch.Tensor:
+    """Some elements, scaled to a largest magnitude of 1: only angles are wanted of them."""
+    if isinstance(block, Dense):
+        found = block.values.flatten()[places].float()
+    elif isinstance(block, Quantised):
+        width = block.values.numel() // len(block.scales)
+        found = block.values.flatten()[places].float() * block.scales[places // width]
+    else:
+        found = storage.decode(block).flatten()[places]
+    return found / found.abs().max().clamp(min=1e-30)
+
+
+def rank(inputs: RunInputs) -> tuple[list[Member], Slopes, list[Pick]]:
+    """The vectors of a run, what is known of them, and what is kept."""
+    recipe = inputs.recipe
+    members = [_opened(path) for path in inputs.files]
+    if not recipe.allow_target:
+        refuse_target(members, inputs.datasets[0])
+    gradient = gradient_at_base(inputs)
+    names, _ = check_members(members, read_tensors(inputs.model), list(gradient))
+    pool = measure(members, names, gradient)
+    total = parse_bytes(recipe.budget) if recipe.budget else None
+    smallest = pool.bytes[pool.bytes > 0].min().item()
+    if total is not None and total < smallest:
+        raise UsageError(
+            f"--budget {recipe.budget}: the smallest block of the vectors takes {smallest:,.0f} "
+            "bytes; nothing would be left"
+        )
+    picks = RANKINGS[recipe.rank_by](pool, Budget(total, recipe.keep_vectors, recipe.seed))
+    if not any(pick.gain for pick in picks):
+        raise UsageError("no block of the vectors changes the loss of these images")
+    return members, pool, picks
+
+
+def _opened(path: str | GatheredVector) -> Member:
+    """A vector that is not hashed: it is read once, and what is kept of it is written anew."""
+    file = vector_file(path) if isinstance(path, str) else path.file
+    vector = open_vector(file)
+    called = (None if isinstance(path, str) else path.name) or vector.header.name
+    vector = dataclasses.replace(vector, header=dataclasses.replace(vector.header, name=called))
+    text = path if isinstance(path, str) else path.text
+    return Member(called, text, "", vector, file)
+
+
+def ranking_of(inputs: RunInputs) -> Ranking:
+    """What `--rank-only` shows."""
+    members, pool, picks = rank(inputs)
+    rows = tuple(
+        {
+            **asdict(pick),
+            "vector": members[pick.vector].name,
+            "block": pool.names[pick.block],
+            "storage": _word(members[pick.vector].vector.header, pool.names[pick.block], pick),
+        }
+        for pick in picks
+    )
+    kept = dict.fromkeys(members[pick.vector].name for pick in picks)
+    size = sum(pick.bytes for pick in picks)
+    whole = int(pool.bytes.sum().item())
+    return Ranking(inputs.recipe.rank_by, size, whole, tuple(kept), rows)
+
+
+def _word(header: Header, name: str, pick: Pick) -> str:
+    if pick.storage != STORED:
+        return pick.storage
+    return next(info.storage for info in header.blocks if info.name == name)
+
+
+def write_picked(inputs: RunInputs, folder: Path, tell: Callable[[str], None]) -> list[str]:
+    """Write what is kept of every vector as a vector of its own, and give the paths."""
+    members, pool, picks = rank(inputs)
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted: dict[int, dict[str, Pick]] = {}
+    for pick in picks:
+        wanted.setdefault(pick.vector, {})[pool.names[pick.block]] = pick
+    found = []
+    for number, own in sorted(wanted.items()):
+        header = members[number].vector.header
+        tensors: dict[str, torch.Tensor] = {}
+        infos = []
+        for info in header.blocks:
+            if info.name in own:
+                block, told = _kept(members[number], info, own[info.name])
+                tensors |= stored_tensors(info.name, block)
+                infos.append(told)
+        path = folder / f"{number:03d}.safetensors"
+        made = dataclasses.replace(header, blocks=tuple(infos), shared=None)
+        write_tensors(path, tensors, to_metadata(made))
+        found.append(str(path))
+    size, whole = sum(pick.bytes for pick in picks), pool.bytes.sum().item()
+    tell(
+        f"kept {len(picks)} blocks of {len(found)} vectors, {size / 1e6:,.1f} of "
+        f"{whole / 1e6:,.1f} MB (by {inputs.recipe.rank_by})"
+    )
+    return found
+
+
+def _kept(member: Member, info: BlockInfo, pick: Pick) -> tuple[Block, BlockInfo]:
+    block = member.vector.read(info.name)
+    if pick.storage == STORED and info.storage != "rtvq":
+        return block, info
+    exact = storage.decode(block)
+    few = storage.encode(Dense(exact), Form(pick.storage if pick.storage != STORED else "int4"))
+    error = math.hypot(info.error, storage.relative_error(exact, few))
+    return few, dataclasses.replace(info, storage=storage.storage_of(few), error=error, starts=())
