@@ -92,6 +92,9 @@ def pytest_terminal_summary(
 ) -> None:
     """After a whole run, list the error messages that no test has produced."""
     log = Path(os.environ[messages.LOG])
+    if not log.exists():
+        terminalreporter.line(f"{log}, the list of messages that were seen, was removed")
+        return
     never = messages.missing(log) if _is_whole(config) else []
     log.unlink()
     if never:
