@@ -92,8 +92,7 @@ def pytest_terminal_summary(
 ) -> None:
     """After a whole run, list the error messages that no test has produced."""
     log = Path(os.environ[messages.LOG])
-    if not log.exists():
-        terminalreporter.line(f"{log}, the list of messages that were seen, was removed")
+    if hasattr(config, "workerinput"):  # xdist asks its processes for a summary, too
         return
     never = messages.missing(log) if _is_whole(config) else []
     log.unlink()
