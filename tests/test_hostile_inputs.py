@@ -138,6 +138,7 @@ def test_configurations(refused, tmp_path: Path):
         "null",
         "[]",
         "{",
+        "{}",
         '{"model_cfg": null}',
         '{"model_cfg": {}}',
         "\udcff",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import write_images
 from makers import random_values, write_vector
-from merge_runs import linear, llama, write_model, write_recipe
+from merge_runs import ROOMY, linear, llama, write_model, write_recipe
 from safetensors.torch import save_file
 
 from atlas_cli.cli.stdin import read_stdin, spooled_stdin
@@ -257,6 +257,17 @@ def test_datasets_of_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             ),
         }
     )
+    import datasets
+
+    pictures, words = datasets.Image(), datasets.Value("string")
+    for features, lacking in (({"a": words}, "images (it has a)"), ({"a": pictures}, "labels")):
+        check(
+            {
+                f"hf:owner/name: has no column of {lacking}": (
+                    lambda features=features: from_hub._columns(address, features)
+                )
+            }
+        )
     monkeypatch.setitem(sys.modules, "datasets", None)
     check({"hf:owner/name: reading datasets of the Hub": lambda: from_hub._builder(address)})
 
@@ -416,6 +427,52 @@ def test_merging(tmp_path: Path):
             "here: has no embedding of tokens": lambda: rows_of({"a": lazy(2)}, "here"),
         }
     )
+
+
+def write_adapter(folder: Path, rows: int) -> Path:
+    """A LoRA of one layer."""
+    folder.mkdir()
+    facts = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    factors = {f"{name}A.weight": torch.ones(2, 8), f"{name}B.weight": torch.ones(rows, 2)}
+    save_file(factors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_recipes_that_fit_no_models(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2, 3):
+        write_model(tmp_path / f"m{number}", llama(number))
+    for name, rows in (("a1", 8), ("a2", 8), ("a3", 4)):
+        write_adapter(tmp_path / name, rows)
+
+    def of(*weighted: tuple[str, float], **more: object) -> dict[str, object]:
+        models = [{"model": f"./{name}", "parameters": {"weight": w}} for name, w in weighted]
+        return {"merge_method": "linear", "models": models, **more}
+
+    halves = [
+        {
+            "sources": [
+                {"model": f"./m{n}", "layer_range": [first, first + 1], "parameters": {"weight": 1}}
+                for n in (1, 2, 3)
+            ],
+            "base_model": f"./m{base}",
+        }
+        for first, base in ((0, 1), (1, 3))
+    ]
+    ties = {"merge_method": "ties", "base_model": "./m1", "slices": halves}
+    cases = {
+        "the weights add up to 0; set normalize: false": of(("a1", 1), ("a2", -1)),
+        "the adapters differ in the shape of": of(("a1", 1), ("a3", 1)),
+        "scope: model needs one list of models": ties | {"parameters": {"scope": "model"}},
+        "post: slices[1] has another base than base_model": ties | {"post": {"svc": {}}},
+    }
+    for message, recipe in cases.items():
+        result = call("merge", write_recipe(tmp_path / "r.yaml", recipe), "-o", "out", *ROOMY)
+        assert message in result.err, result.err
+        assert len(result.error_lines) == 1
+    assert not (tmp_path / "out").exists()
 
 
 # Reports and publishing -----------------------------------------------------------------------

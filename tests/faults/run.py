@@ -213,7 +213,7 @@ def _compare(fault: Fault, outcome: Outcome, expected: Clean, target: Path | Non
 def _go_on(fault: Fault, outcome: Outcome, expected: Clean, target: Path, folder: Path) -> None:
     """The same command again, or with --resume, gives what it would have given at once."""
     for path in folder.rglob(".*.part"):  # as if it had been left an hour ago
-        if path.is_file():
+        if not path.is_symlink():
             os.utime(path, (time.time() - OLD,) * 2)
     if outcome.code == 0:
         return
