@@ -19,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
@@ -28,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 from atlas_cli.errors import UsageError, nearest
