@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import write_images, write_open_clip
+from faults import messages
 from hostile import HOSTILE
 
 _watched: list[list[tuple[str, str]]] = []
@@ -70,6 +71,7 @@ def refused(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         os.environ["ATLAS_CACHE"],
         str(tmp_path / "out"),
         os.devnull,
+        os.environ[messages.LOG],  # where the tests themselves note what is refused
     )
 
     def check(*given: str | Path) -> str:
