@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,14 @@ from conftest import HALF, TINY_CONFIG
 
 from atlas_cli.core.compose import by_partition
 from atlas_cli.datasets.dataset import open_dataset
-from atlas_cli.errors import AtlasError, CheckpointError, DataError, MismatchError, UsageError
+from atlas_cli.errors import (
+    AtlasError,
+    CheckpointError,
+    DataError,
+    MismatchError,
+    UsageError,
+    install_hint,
+)
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.models.folders import check_config
 from atlas_cli.models.heads import head_from_text
@@ -48,6 +57,20 @@ def test_commands_that_contradict_themselves_are_told_so(
         assert (result.code, result.out, len(result.error_lines)) == (2, "", 1), result.err
         assert message in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_hint_names_packages_of_an_extra_that_there_is():
+    """pip finds them anywhere, and atlas itself perhaps nowhere."""
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    used = {"tensorboard", "wandb"}  # by name of the tracker
+    for path in (root / "atlas_cli").rglob("*.py"):
+        used |= set(re.findall(r"install_hint\(['\"](\w+)['\"]\)", path.read_text("utf-8")))
+    assert len(used) > 5
+    assert used <= extras.keys()
+    packages = [line.partition(">")[0] for line in extras["plot"]]
+    assert packages == re.findall(r"'([\w-]+)[^']*'", install_hint("plot"))
 
 
 def lazy(*shape: int) -> LazyTensor:

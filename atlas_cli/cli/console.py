@@ -389,7 +389,7 @@ def run_learning(verb: Callable[..., LearningResult], output: OutputOptions) -> 
 
         rows, text = terminal.summarise(result)
         if rows:
-            emit_table(rows, "")
+            emit_table(rows, "top-1 in percent")
         emit(text)
     else:
         write(result.text)

@@ -207,10 +207,12 @@ def _row(score: ModelScore) -> list[str]:
 def _table(results: Sequence[Evaluation]) -> Captioned:
     """The same rows, shorter, for a terminal."""
     scores = [result.score for result in results]
-    return [_cells(score) for score in scores], _caption(scores)
+    # With as many images of every class, both accuracies are one.
+    differs = any(_percent(one.mean_class) != _percent(one.top1) for one in scores)
+    return [_cells(score, by_class=differs) for score in scores], _caption(scores)
 
 
-def _cells(score: ModelScore) -> dict[str, str]:
+def _cells(score: ModelScore, *, by_class: bool) -> dict[str, str]:
     return {
         "model": score.model,
         "data": score.data.removeprefix("builtin:"),
@@ -219,7 +221,7 @@ def _cells(score: ModelScore) -> dict[str, str]:
         "top-1": _percent(score.top1),
         "95 %": f"{score.low:.1f}-{score.high:.1f}",
         "top-5": _percent(score.top5),
-        "by class": _percent(score.mean_class),
+        "by class": _percent(score.mean_class) if by_class else "",
         "vs first": _percent(score.delta, sign=True),
         "p": "" if score.p_value is None else f"{score.p_value:.2g}",
     }

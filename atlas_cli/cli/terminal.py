@@ -39,7 +39,7 @@ def draw_table(rows: Sequence[Mapping[str, str]], caption: str) -> str:
         shortened = _shortened(columns, rows, console.width)
         console.print(_side_by_side(columns, shortened, caption))
     else:
-        console.print(_below_each_other(columns, rows, caption))
+        console.print(_below_each_other(columns, rows, caption, console.width))
     drawn: str = console.file.getvalue()  # type: ignore[attr-defined]
     return drawn
 
@@ -103,9 +103,9 @@ def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], cap
 
 
 def _below_each_other(
-    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str, width: int
 ) -> Table:
-    """A line for every cell, where rows would be too wide."""
+    """A line for every cell that has something in it, where rows would be too wide."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -114,9 +114,11 @@ def _below_each_other(
     table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
     table.add_column("", overflow="fold", style="bold")
     table.add_column("", overflow="fold")
+    room = width - max(map(len, columns)) - 7  # blanks around and between the two
     for row in rows:
         for name in columns:
-            table.add_row(name, Text(row[name]))
+            if row[name]:
+                table.add_row(name, Text(_cut(row[name], max(room, _FOLDED))))
         table.add_section()
     return table
 
@@ -180,7 +182,7 @@ def summarise(result: LearningResult) -> tuple[list[dict[str, str]], str]:
     """What a person wants to see of a run: a table of how it does; where it is and what is next."""
     rows = [
         {
-            "top-1 in percent": one.task,
+            "task": one.task,
             "on": f"{one.on} test images",
             "zero-shot": f"{one.zero_shot:.2f}",
             "learned": f"{one.learned:.2f}",

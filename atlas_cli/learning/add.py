@@ -197,7 +197,7 @@ def _relative(found: Sequence[float], own: Sequence[float | None]) -> float | No
 def _row(
     method: str, names: Sequence[str], found: Sequence[float | None], own: Sequence[float | None]
 ) -> dict[str, Cell]:
-    row: dict[str, Cell] = {"": method, **dict(zip(names, found, strict=True))}
+    row: dict[str, Cell] = {"top-1 in percent": method, **dict(zip(names, found, strict=True))}
     known = [value for value in found if value is not None]
     whole = len(known) == len(found)
     row["mean"] = statistics.fmean(known) if whole else None

@@ -231,9 +231,10 @@ class Fitting(LearningVerb):
         if selection.choice:
             select, method = "kfold", f"{method} ({selection.choice})"
         scored = _SCORED["last"] if after_all else _SCORED.get(select, f"on {select[4:]}")
-        note = f"{self._words} zero-shot {before:.2f} -> {method} {after:.2f} {scored}"
+        said = "training top-1" if scored == _SCORED["last"] else f"validation top-1 {scored}"
+        note = f"{said}: zero-shot {before:.2f} -> {method} {after:.2f}"
         if not selection.improved:
-            note = f"nothing beat zero-shot ({self._words[:-1]} {before:.2f} {scored}): all are 0"
+            note = f"nothing beat zero-shot ({said}: {before:.2f}): all are 0"
         comment = (
             f"{ready.source}\nAccuracy {scored}: zero-shot {before:.2f}, {method} {after:.2f}."
         )
@@ -249,11 +250,6 @@ class Fitting(LearningVerb):
         if self.recipe.select != "last":
             return ()
         return ("training top-1 says little; atlas eval measures the merged model on other images",)
-
-    @property
-    def _words(self) -> str:
-        """What the accuracy that selects is called."""
-        return "training top-1:" if self.recipe.select == "last" else "validation top-1:"
 
     @property
     def _method(self) -> str:

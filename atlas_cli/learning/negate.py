@@ -101,7 +101,8 @@ class Negating(LearningVerb):
         failed = None if selection.improved else _FAILED.format(100 * self.recipe.keep)
         comment = f"{ready.source}\nAccuracy on these images: {changes}."
         rows: list[dict[str, Cell]] = [
-            {"": method, **dict(zip(names, found, strict=True))} for method, found in scores.items()
+            {"top-1 in percent": method, **dict(zip(names, found, strict=True))}
+            for method, found in scores.items()
         ]
         return Report(comment, (), facts, rows, failed)
 

@@ -157,7 +157,8 @@ class PreparedRun:
         elif pool.storage != "as stored":
             kept = f"{pool.bytes / 1e6:.1f} MB in memory as {pool.storage} (--memory {memory})"
         counted = f"{rows * columns:,} trainable parameters"
-        first = f"{counted}: {columns} coefficients for each of {rows} task vectors"
+        each = f"for each of {rows} task vectors" if rows > 1 else "for one task vector"
+        first = f"{counted}: {columns} coefficients {each}"
         details = [f"device: {self.setup.clip.device}; threads: {self.inputs.options.cores}"]
         details.append(f"vectors: {kept}")
         if pool.left:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.tta import TtaRecipe
 
 _SHOWN = 20  # classes of a histogram
+_PREDICTED = "predicted, in percent"
+_WORDS = {"skew": "class imbalance", "merit": "information"}  # what signs are called in words
 _STREAM = "stdin"
 
 
@@ -122,7 +124,9 @@ class Adapting(LearningVerb):
         }
         decided = decision(selection, guarded=ready.objective.guarded)
         first, last = in_percent(before.values), in_percent(after.values)
-        changes = ", ".join(f"{key} {old:.3f} -> {last[key]:.3f}" for key, old in first.items())
+        changes = ", ".join(
+            f"{_WORDS.get(key, key)} {old:.3f} -> {last[key]:.3f}" for key, old in first.items()
+        )
         facts = {
             "rule": decided,
             "zero_shot": first,
@@ -244,7 +248,7 @@ def _rows(histograms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Cell]]:
     order = sorted(before, key=lambda name: -before[name] - after[name])
     rows: list[dict[str, Cell]] = [
         {
-            "predicted": name,
+            _PREDICTED: name,
             "zero-shot": as_percent(before[name] / total),
             "adapted": as_percent(after[name] / total),
         }
@@ -253,7 +257,7 @@ def _rows(histograms: Mapping[str, Mapping[str, int]]) -> list[dict[str, Cell]]:
     if rest := order[_SHOWN:]:
         shares = [as_percent(sum(found[n] for n in rest) / total) for found in (before, after)]
         rows.append(
-            {"predicted": f"{len(rest)} others", "zero-shot": shares[0], "adapted": shares[1]}
+            {_PREDICTED: f"{len(rest)} others", "zero-shot": shares[0], "adapted": shares[1]}
         )
     return rows
 

@@ -55,6 +55,9 @@ def test_quiet_says_nothing_and_verbose_says_why(call, world):
     assert "trainable parameters: " in usual.err
     assert "device: cpu" not in usual.err
     assert "device: cpu; threads: " in verbose.err
+    assert "training top-1: zero-shot" in usual.err
+    held_out = call(*given(world, "--select", "holdout"))
+    assert "validation top-1 on images held out: " in held_out.err
 
 
 def test_training_accuracy_is_never_alone(call, world, tmp_path: Path):
@@ -95,7 +98,8 @@ def test_a_terminal_shows_a_summary_and_the_next_command(on_terminal, world, tmp
         *_, summary = shown.replace("\r", "").rpartition("The run is in")
         assert f"atlas merge {folder} -o" in summary or f"atlas report {folder} -o" in summary
         assert "merge_method" not in shown
-        for phase in ("opening the model", "epoch 1/2", "scoring test images"):
+        phases = ("finding the model", "opening the model", "hashing the images", "decoding images")
+        for phase in (*phases, "epoch 1/2", "epoch 2/2", "scoring test images"):
             assert phase in shown
         score = json.loads((folder / "result.json").read_text())["test"][0]
         assert f"{score['learned']:.2f}" in shown.rpartition("The run is in")[0]

@@ -108,6 +108,8 @@ def test_a_browser_shows_the_report(call, tmp_path: Path):
         tables_hold_the_numbers_of_the_metrics(page, runs)
         the_table_of_runs_compares_them(page, runs)
         pictures_are_within_the_page(page, runs[0], pictured)
+        confused_classes_are_counted(page, pictured)
+        scores_of_eval_are_those_of_its_json(page, tmp_path / "scores.json")
         hovering_a_cell_shows_vector_block_and_value(page, runs)
         a_click_on_a_head_sorts_and_a_second_one_turns_it(page)
         if browser.is_chromium:  # its driver reads the console and the network, and has phones
@@ -152,6 +154,24 @@ def pictures_are_within_the_page(page: Any, untested: Path, pictured: list[Path]
         (test,) = json.loads((folder / "result.json").read_text())["test"]
         shown = [f"{test[key]:.2f} %" for key in ("zero_shot", "learned")]
         assert rows[str(folder)][5:7] == shown
+
+
+def confused_classes_are_counted(page: Any, pictured: list[Path]) -> None:
+    for folder in pictured:
+        lines = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+        rows = [row for row in lines if "learned" in row]
+        shown = cells(page, f"confused classes of {folder}")
+        assert shown
+        for label, taken_for, *counts in shown:
+            for when, count in zip(("zero_shot", "learned"), counts, strict=True):
+                found = [r for r in rows if (r["label"], r[when]) == (label, taken_for)]
+                assert len(found) == int(count)
+
+
+def scores_of_eval_are_those_of_its_json(page: Any, file: Path) -> None:
+    (score,) = json.loads(file.read_text())["results"]
+    (row,) = cells(page, f"scores of {file}")
+    assert f"{score['top1']:.2f} %" in row
 
 
 def cells(page: Any, label: str, number: int = 0) -> list[list[str]]:

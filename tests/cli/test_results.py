@@ -13,6 +13,8 @@ import pytest
 from conftest import write_images
 from learned_runs import learn, write_world
 
+from atlas_cli.parallel import choose_device
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,6 +71,7 @@ def test_an_accuracy_is_in_percent_wherever_it_is_written(call, world, tmp_path)
     first, second = (row["top1"] for row in told["results"])
     result = result_of(folder)
     assert (told["unit"], result["unit"]) == ("percent", "percent")
+    assert told["device"] == str(choose_device("auto"))  # the one that was used
     assert (result["zero_shot"], result["learned"]) == (first, second)
     assert second in (12.5 * hits for hits in range(9))  # of eight images
     lines = [line.split(",") for line in call(*given).out.splitlines()]
