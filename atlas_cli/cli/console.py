@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,11 +35,7 @@ _said = [0.0]  # when stderr was last written
 _PIECE = 1 << 15  # half of what a pipe holds
 PAUSE = 25.0  # seconds without a line after which a file gets one
 _MOST_TEXT = 16_000_000  # bytes
-_EXAMPLES = {
-    "model": "--model builtin:tiny",
-    "vectors": "--vectors v/",
-    "control": "--control builtin:everything",
-}
+_EXAMPLES = {"model": "builtin:tiny", "vectors": "v/", "control": "builtin:everything"}
 
 
 def emit(result: object, *, as_json: bool = False) -> None:
@@ -49,8 +46,7 @@ def emit(result: object, *, as_json: bool = False) -> None:
         value = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result  # type: ignore[arg-type]
         write(printable(json.dumps(value, indent=2, ensure_ascii=False), "\n") + "\n")
     else:
-        text = str(result)
-        write(f"{printable(text, _LAYOUT) if is_terminal() else text}\n")
+        write(f"{printable(str(result), _LAYOUT) if is_terminal() else result}\n")
 
 
 def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -89,11 +85,10 @@ def open_stdout() -> Iterator[TextIO]:
     try:
         yield sys.stdout
         sys.stdout.flush()
-    except BrokenPipeError as problem:
-        _drop_stdout()
-        raise ClosedError(CLOSED) from problem
     except OSError as problem:
         _drop_stdout()
+        if isinstance(problem, BrokenPipeError):
+            raise ClosedError(CLOSED) from problem
         raise AtlasError(f"stdout: cannot be written: {problem.strerror}") from problem
 
 
@@ -115,9 +110,9 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-def is_terminal() -> bool:
-    """Whether stdout is a terminal."""
-    return sys.stdout is not None and sys.stdout.isatty()
+def is_terminal(name: str = "stdout") -> bool:
+    """Whether stdout, or stderr, is a terminal."""
+    return (stream := getattr(sys, name)) is not None and bool(stream.isatty())
 
 
 # Messages ---------------------------------------------------------------------------------------
@@ -134,7 +129,12 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """Write a message to stderr, in one line behind the name of the program."""
-    say(f"atlas: {printable(text)}")
+    line = f"atlas: {printable(text)}"
+    # A terminal would break words; but an error may end in a command, which is to be copied.
+    if is_terminal("stderr") and not text.startswith("error: "):
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    say(line)
 
 
 def warn(text: str) -> None:
@@ -149,16 +149,19 @@ def warner(*, quiet: bool) -> Callable[[str], None]:
 
 def tell_table(rows: Sequence[Mapping[str, str | float | None]]) -> None:
     """Write rows to stderr, one line each, in columns. Numbers are percent."""
-    lines = [[_cell(value) for value in line] for line in (rows[0], *(r.values() for r in rows))]
+    found = [
+        {k: f"{v:.2f}" if isinstance(v, float) else printable(v or "") for k, v in row.items()}
+        for row in rows
+    ]
+    if is_terminal("stderr"):
+        from atlas_cli.cli import terminal
+
+        return say(terminal.draw_table(found, "", sys.stderr).rstrip())
+    lines = [[*found[0]], *([*row.values()] for row in found)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+    for line in lines:
+        cells = [line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]
         say(f"  {'  '.join(cells).rstrip()}")
-
-
-def _cell(value: str | float | None) -> str:
-    return printable(value) if isinstance(value, str) else "" if value is None else f"{value:.2f}"
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -205,8 +208,7 @@ def given_recipe(
 ) -> AnyRecipe:
     """The recipe of a command: a file with the flags laid over it, or the flags alone.
 
-    `data` is a text if the recipe's data is one, else a list. `needed` are keys that must be given
-    here though a recipe may do without them.
+    `data` is a text if the recipe's data is one. `needed` are keys that flags alone must give.
     """
     from atlas_cli.recipes.model import check_recipe, read_recipe
 
@@ -216,7 +218,7 @@ def given_recipe(
     for key, field in schema.model_fields.items():
         required = key in needed or (field.is_required() and key != "data")
         if required and not flags.get(key):
-            raise UsageError(f"no {key} given; for example {_EXAMPLES[key]}")
+            raise UsageError(f"no {key} given; for example --{key} {_EXAMPLES[key]}")
     return check_recipe(schema, {"data": data, **flags}, "--")
 
 
@@ -345,9 +347,8 @@ class ConsoleListener(ExitStack):
                     self._display.phase("decoding images", steps)
             case events.StepTaken(step, batch_size, measure):
                 word = "training top-1" if measure == "top1" else measure
-                now, last = time.monotonic(), self._last_step
-                self._last_step = now
-                speed = f", {batch_size / (now - last):.0f} images/s" if last else ""
+                last, self._last_step = self._last_step, time.monotonic()
+                speed = f", {batch_size / (self._last_step - last):.0f} images/s" if last else ""
                 text = f"loss {step.loss:.3f}, {word} {100 * step.accuracy:.1f}{speed}"
                 of_all = f"/{self._epochs}" if self._epochs else ""
                 self._display.advance(1, text, f"epoch {step.epoch}{of_all}")

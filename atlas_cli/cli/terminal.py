@@ -9,7 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,12 +28,19 @@ def _no_color() -> bool | None:
 # Tables ---------------------------------------------------------------------------------------
 
 
-def draw_table(rows: Sequence[Mapping[str, str]], caption: str) -> str:
-    """Rows as a table for stdout. A column in which every cell is empty is left out."""
+def draw_table(
+    rows: Sequence[Mapping[str, str]], caption: str, stream: TextIO | None = None
+) -> str:
+    """Rows as a table for stdout or another stream. A column without any text is left out."""
     from rich.console import Console
 
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    console = Console(file=io.StringIO(), force_terminal=True, no_color=_no_color(), width=_width())
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=stream is None,  # messages have no colours
+        no_color=_no_color(),
+        width=_width(stream or sys.stdout),
+    )
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
     if least <= console.width:
         shortened = _shortened(columns, rows, console.width)
@@ -44,9 +51,9 @@ def draw_table(rows: Sequence[Mapping[str, str]], caption: str) -> str:
     return drawn
 
 
-def _width() -> int | None:
+def _width(stream: TextIO) -> int | None:
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+        return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from learned_runs import learn, write_world
 
 from atlas_cli.errors import install_hint
+from atlas_cli.reports.runs import read_run
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,26 @@ def test_task_vectors_are_drawn_as_a_page(call, runs: Path, tmp_path: Path):
     vectors = sorted((runs / "world" / "v").iterdir())
     assert call("inspect", *vectors, "--plot", tmp_path / "x.html").code == 0
     assert "cosine" in (tmp_path / "x.html").read_text()
+
+
+def test_the_folder_of_an_earlier_version_is_the_same_run(call, runs: Path, tmp_path: Path):
+    """It has shares between 0 and 1 and names no unit; there were no test images."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "fit", folder)
+    (folder / "images.jsonl").unlink()
+    result = json.loads((folder / "result.json").read_text())
+    for one in (result, *result["classes"][0]["classes"].values()):
+        one |= {key: one[key] / 100 for key in ("zero_shot", "learned")}
+    del result["unit"]
+    (folder / "result.json").write_text(json.dumps(result))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shares = [{**row, "accuracy": row.pop("top1_percent") / 100} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in shares))
+    old, new = read_run(folder), read_run(runs / "fit")
+    assert (old.scores, old.classes, old.table) == (new.scores, new.classes, new.table)
+    assert [dict(row) for row in old.metrics] == [pytest.approx(row) for row in new.metrics]
+    assert call("inspect", folder).out == call("inspect", runs / "fit").out
+    assert call("report", folder, "-o", tmp_path / "r.html").code == 0
 
 
 def test_two_runs_at_once_are_for_a_report(call, runs: Path):

@@ -22,13 +22,23 @@ SCRIPT = f"from atlas_cli.cli import console; console.emit_table({ROWS!r}, 'spli
 ROOT = Path(__file__).parent.parent.parent
 
 
-def drawn(width: int) -> list[str]:
+TOLD = [{"top-1 in percent": "learned", "target builtin:signs": 25.0, "control builtin:all": 97.5}]
+MESSAGES = f"""
+from atlas_cli.cli import console
+console.note("validation top-1 on images held out: zero-shot 35.00 -> learned 80.00")
+console.note("error: something is not there; run: pip install 'this>=1' 'that>=2'")
+console.tell_table({TOLD!r})
+"""
+
+
+def drawn(width: int, script: str = SCRIPT) -> list[str]:
     """The lines that a terminal of a width is given."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("COLUMNS", None)
-    subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, env=environment, check=True)
+    program = [sys.executable, "-c", script]
+    subprocess.run(program, stdout=theirs, stderr=theirs, env=environment, check=True)
     os.close(theirs)
     found = os.read(ours, 1 << 16).decode()
     os.close(ours)
@@ -50,6 +60,22 @@ def test_a_wide_terminal_has_a_line_for_every_row_and_a_narrow_one_for_every_cel
     assert narrow[:3] == [["model", "builtin:tiny"], ["images", "1,000"], ["top-1", "36.90"]]
     assert narrow[3:] == [[], ["model", "models/learned"]]  # no line for what is empty
     assert drawn(24)[1].split() == ["model", "built…:tiny"]
+
+
+def test_messages_keep_their_words_whole_and_errors_their_commands() -> None:
+    """Tables among them are drawn as those on stdout are."""
+    lines = drawn(40, MESSAGES)
+    assert lines[:2] == [
+        "atlas: validation top-1 on images held",
+        "out: zero-shot 35.00 -> learned 80.00",
+    ]
+    assert lines[2].endswith("; run: pip install 'this>=1' 'that>=2'")
+    cells = [line.split("  ") for line in map(str.strip, lines[3:]) if line]
+    assert [[part.strip() for part in cell if part] for cell in cells] == [
+        ["top-1 in percent", "learned"],
+        ["target builtin:signs", "25.00"],
+        ["control builtin:all", "97.50"],
+    ]
 
 
 def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
