@@ -60,6 +60,10 @@ Budget = Annotated[
 KeepVectors = Annotated[
     int | None, typer.Option("--keep-vectors", metavar="B", help="Vectors to keep in every block.")
 ]
+Init = Annotated[
+    str | None,
+    typer.Option("--init", metavar="RUN", help="Start from the coefficients of another run."),
+]
 RankBy = Annotated[
     str | None,
     typer.Option("--rank-by", metavar="HOW", help="greedy (default), gradient or random."),
@@ -77,6 +81,7 @@ def fit(
     preset: Preset = None,
     adapter: Adapter = None,
     adapter_stage: AdapterStage = None,
+    init: Init = None,
     budget: Budget = None,
     keep_vectors: KeepVectors = None,
     rank_by: RankBy = None,
@@ -101,6 +106,7 @@ def fit(
         "preset": preset,
         "adapter": adapter,
         "adapter_stage": adapter_stage,
+        "init": init,
         "budget": budget,
         "keep_vectors": keep_vectors,
         "rank_by": rank_by,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,8 @@ class Fitting(LearningVerb):
         from atlas_cli.learning.setup import training_of
 
         recipe, start = self.recipe, setup.table()
+        if recipe.init:
+            start = _warm_start(setup, Path(recipe.init).expanduser())
         head: Classifier = setup.heads[0]
         auto, singular = recipe.adapter == "auto", bool(recipe.basis and recipe.basis[:3] == "svd")
         policy = (
@@ -124,7 +127,7 @@ class Fitting(LearningVerb):
         if recipe.adapter not in ("none", "auto"):
             check_adapter(setup, recipe.adapter)
         if self._joint:
-            start = attach(setup, JOINT if auto else recipe.adapter, recipe.lr)
+            start = attach(setup, JOINT if auto else recipe.adapter, recipe.lr, start)
             head = headed(setup).logits
         kind = partial(AutoObjective, setup=setup) if auto else LabelledObjective
         objective = kind(
@@ -274,6 +277,26 @@ def recognise(scores: Sequence[TaskScore], references: Sequence[TaskScore]) -> S
 
     (found,) = scores
     return Score((found.accuracy, found.gain), {"accuracy": found.accuracy})
+
+
+def _warm_start(setup: Setup, run: Path) -> torch.Tensor:
+    """The coefficients of another run by name; 0 where it had none."""
+    path = run / "coefficients.json"
+    try:
+        table = json.loads(path.read_text("utf-8"))
+        pairs = {(v, k): float(n) for v, row in table.items() for k, n in row.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as problem:
+        raise UsageError(f"--init {run}: has no coefficients.json of a run: {problem}") from problem
+    rows = {member.name: number for number, member in enumerate(setup.pool.members)}
+    columns = {label: number for number, label in enumerate(setup.layout.labels)}
+    start, known = setup.table(), 0
+    for (vector, label), value in pairs.items():
+        if vector in rows and label in columns:
+            start[rows[vector], columns[label]] = value
+            known += 1
+    if not known:
+        raise UsageError(f"--init {run}: has no coefficient of these vectors")
+    return start
 
 
 # Singular directions --------------------------------------------------------------------------

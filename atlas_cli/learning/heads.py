@@ -68,11 +68,13 @@ def check_adapter(setup: Setup, name: str) -> None:
         projection_name(setup.clip.module.visual)  # type: ignore[arg-type]
 
 
-def attach(setup: Setup, name: str, rate: float) -> torch.Tensor:
+def attach(setup: Setup, name: str, rate: float, start: torch.Tensor) -> torch.Tensor:
     """Give the model a head to train with the coefficients; gives the values at the start."""
     model = headed(setup)
-    model.load(setup.table())
-    return model.attach(name, shots_of(setup, name), rate)
+    model.load(start)
+    values = model.attach(name, shots_of(setup, name), rate)
+    values.view(-1)[: start.numel()] = start.flatten()
+    return values
 
 
 def trained_head(setup: Setup, table: torch.Tensor, name: str) -> Head:

@@ -111,6 +111,10 @@ class FitRecipe(LearnRecipe):
             "(the steepest blocks) or `random` (whole vectors)."
         ),
     ] = "greedy"
+    init: Annotated[
+        str | None,
+        about("Folder of a run whose coefficients are the start, by the names of their vectors."),
+    ] = None
     preset: Annotated[
         str,
         one_of(*PRESETS),
@@ -171,6 +175,8 @@ class FitRecipe(LearnRecipe):
             yield "budget", "is for the vectors themselves: there are none, or another basis"
         if not limited and "rank_by" in found:
             yield "rank_by", f"needs budget or keep_vectors, found {found['rank_by']!r}"
+        if found.get("init") and (basis or not vectors):
+            yield "init", "starts coefficients of the vectors themselves: there are none here"
         if joint and name == "none":
             yield "adapter_stage", "there is no adapter, found 'joint'"
         if joint and entry and not entry.rates:
