@@ -176,6 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:  # typer's answer to a reader that went away while help was printed
         console.note(f"error: {console.CLOSED}")
         return 1
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":  # of a library in Rust; no Exception
+            raise
+        console.note(f"error: a library gave up: {(str(problem).splitlines() or [''])[0]}")
+        return 1
     if code == _INTERRUPTED and not _interrupts:  # else run() says which signal it was
         console.note("interrupted")
     return code or 0

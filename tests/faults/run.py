@@ -172,7 +172,8 @@ def _judge(
         outcome.wrong.append(f"not one line: {talk[-1] if talk else ''}")
     if len(errors) > 1 + fault.twin and outcome.code != 2:
         outcome.wrong.append(f"{len(errors)} lines of errors")
-    if outcome.code in (1, 2, 3) and not errors and 2 not in fault.shut:
+    silent = 2 in fault.shut or fault.detail.startswith("write fails")  # also to stderr
+    if outcome.code in (1, 2, 3) and not errors and not silent:
         outcome.wrong.append(f"exit code {outcome.code} without an error")
     if fault.harmless and outcome.code != 0:
         outcome.lost.append(f"exit code {outcome.code} for a fault that costs nothing")

@@ -120,7 +120,7 @@ def test_a_file_that_is_not_what_the_hub_named_is_dropped(tmp_path: Path):
             assert not blob.exists()
 
 
-def test_a_working_directory_that_is_gone_and_memory_that_ends_are_one_line(
+def test_a_folder_that_is_gone_memory_that_ends_and_a_library_that_gives_up_are_one_line(
     call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gone = tmp_path / "gone"
@@ -132,10 +132,15 @@ def test_a_working_directory_that_is_gone_and_memory_that_ends_are_one_line(
         assert (result.code in (1, 2), len(result.error_lines)) == (True, 1), (given, result)
     monkeypatch.chdir(tmp_path)
 
-    def exhausted(*arguments: object, **more: object) -> None:
-        raise MemoryError
+    class PanicException(BaseException):
+        pass
 
-    monkeypatch.setattr("atlas_cli.sources.locate.locate", exhausted)
-    result = call("inspect", "builtin:tiny")
-    assert (result.code, len(result.error_lines)) == (1, 1), result
-    assert "memory" in result.err
+    for problem, words in ((MemoryError(), "memory"), (PanicException("no file"), "gave up: no")):
+
+        def exhausted(*given: object, problem: BaseException = problem, **more: object) -> None:
+            raise problem
+
+        monkeypatch.setattr("atlas_cli.sources.locate.locate", exhausted)
+        result = call("inspect", "builtin:tiny")
+        assert (result.code, len(result.error_lines)) == (1, 1), result
+        assert words in result.err
