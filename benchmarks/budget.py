@@ -1,12 +1,15 @@
 """How few bits and how few bytes of task vectors do, on the built-in tasks.
 
     python benchmarks/budget.py [--work DIR] [--tasks TASK...] [--shots 4] [--seeds 0] [--only bits]
+    python benchmarks/budget.py --ranking 200 [--work DIR]
 
 Every task is the target once; the vectors of the other seven are the pool, 60 steps of 16 images
 for each fit. `bits` keeps the pool in every storage; `budget` keeps a share of its bytes in fp32,
 chosen at random, by the gradient, or greedily. Prints two markdown tables: the mean test accuracy,
 the bytes that are kept, and seconds per step. Finished rows are kept in DIR, so that a run that was
-stopped goes on.
+stopped goes on. With --ranking, as many random vectors of the shapes of ViT-B/32 in int8 are
+written to DIR (88 MB each) and ranked: seconds beside those of reading the files, and what the
+memory of the process grew by.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import resource
 import statistics
 import sys
 import tempfile
@@ -26,15 +30,22 @@ import torch
 from contenders import SHORT
 
 from atlas_cli.cli.app import main as atlas
+from atlas_cli.core.budget import Budget, by_greed
+from atlas_cli.core.storage import Quantised, block_norm
 from atlas_cli.datasets.builtin import TASKS
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.io.checkpoint import write_tensors
 from atlas_cli.learning.batches import score
 from atlas_cli.learning.fit import Fitting
 from atlas_cli.learning.loop import CoefficientTrainer
+from atlas_cli.learning.ranking import measure as slopes_of
+from atlas_cli.learning.ranking import opened
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.recipes.fit import RANKINGS, FitRecipe
 from atlas_cli.recipes.model import check_recipe
+from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
+from atlas_cli.vectors.writer import stored_tensors
 
 TARGETS = [task for task in TASKS if task != "everything"]
 FORMS = {
@@ -147,6 +158,82 @@ def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
                 print(line(label, some, options.tasks))
 
 
+# Ranking a large pool -----------------------------------------------------------------------------
+
+
+def tower_shapes() -> dict[str, tuple[int, ...]]:
+    """The blocks of the image tower of a ViT-B/32."""
+    wide, more = 768, 3072
+    found: dict[str, tuple[int, ...]] = {
+        "class_embedding": (wide,),
+        "positional_embedding": (50, wide),
+        "proj": (wide, 512),
+        "conv1.weight": (wide, 3, 32, 32),
+        **{
+            f"{norm}.{end}": (wide,) for norm in ("ln_pre", "ln_post") for end in ("weight", "bias")
+        },
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        **{f"{norm}.{end}": (wide,) for norm in ("ln_1", "ln_2") for end in ("weight", "bias")},
+        "attn.in_proj_weight": (3 * wide, wide),
+        "attn.in_proj_bias": (3 * wide,),
+        "attn.out_proj.weight": (wide, wide),
+        "attn.out_proj.bias": (wide,),
+        "mlp.c_fc.weight": (more, wide),
+        "mlp.c_fc.bias": (more,),
+        "mlp.c_proj.weight": (wide, more),
+        "mlp.c_proj.bias": (wide,),
+    }
+    for number in range(12):
+        found |= {f"transformer.resblocks.{number}.{name}": s for name, s in layer.items()}
+    return {f"visual.{name}": shape for name, shape in found.items()}
+
+
+def write_random(path: Path, number: int) -> None:
+    """A vector of random 8-bit codes."""
+    random = torch.Generator().manual_seed(number)
+    tensors, infos = {}, []
+    for name, shape in tower_shapes().items():
+        rows = shape[0] if len(shape) > 1 else 1
+        codes = torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
+        block = Quantised(codes, torch.full((rows,), 1e-5))
+        tensors |= stored_tensors(name, block)
+        infos.append(BlockInfo(name, shape, "int8", block_norm(block), 1.0, 0.0))
+    told: dict[str, Any] = {"reference": path.stem, "commit": None, "sha256": {}}
+    header = Header(
+        *(path.stem, told, told, {}, "gelu", "visual", 1.0, "0" * 64), blocks=tuple(infos)
+    )
+    write_tensors(path, tensors, to_metadata(header))
+
+
+def rank_large(count: int, work: Path) -> None:
+    """Seconds of reading and of ranking, and growth of memory."""
+    torch.set_num_threads(1)
+    paths = [work / "random" / f"{number:03d}.safetensors" for number in range(count)]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate(paths):
+        if not path.exists():
+            write_random(path, number)
+    gradient = {name: torch.randn(shape) for name, shape in tower_shapes().items()}
+    began = time.perf_counter(), time.process_time()
+    for path in paths:
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+    read = time.perf_counter() - began[0], time.process_time() - began[1]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter(), time.process_time()
+    members = [opened(str(path)) for path in paths]
+    pool = slopes_of(members, tuple(gradient), gradient)
+    picks = by_greed(pool, Budget(bytes=int(pool.bytes.sum().item() / 8)))
+    ranked = time.perf_counter() - began[0], time.process_time() - began[1]
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+    print("| vectors | read, s (CPU) | ranked, s (CPU) | grown by, MB | blocks kept |")
+    print("| --- | --- | --- | --- | --- |")
+    times = [f"{wall:.1f} ({cpu:.1f})" for wall, cpu in (read, ranked)]
+    print(f"| {count} | {' | '.join(times)} | {grown:.0f} | {len(picks)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("budget_work"))
@@ -154,7 +241,11 @@ def main() -> None:
     parser.add_argument("--shots", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", choices=("bits", "budget"))
+    parser.add_argument("--ranking", type=int, metavar="N", help="rank N large random vectors")
     options = parser.parse_args()
+    if options.ranking:
+        rank_large(options.ranking, options.work)
+        return
     options.work.mkdir(parents=True, exist_ok=True)
     show(results(options), options)
 

@@ -134,7 +134,7 @@ def _some(block: Block, places: torch.Tensor) -> torch.Tensor:
 def rank(inputs: RunInputs) -> tuple[list[Member], Slopes, list[Pick]]:
     """The vectors of a run, what is known of them, and what is kept."""
     recipe = inputs.recipe
-    members = [_opened(path) for path in inputs.files]
+    members = [opened(path) for path in inputs.files]
     if not recipe.allow_target:
         refuse_target(members, inputs.datasets[0])
     gradient = gradient_at_base(inputs)
@@ -153,7 +153,7 @@ def rank(inputs: RunInputs) -> tuple[list[Member], Slopes, list[Pick]]:
     return members, pool, picks
 
 
-def _opened(path: str | GatheredVector) -> Member:
+def opened(path: str | GatheredVector) -> Member:
     """A vector that is not hashed: it is read once, and what is kept of it is written anew."""
     file = vector_file(path) if isinstance(path, str) else path.file
     vector = open_vector(file)

@@ -258,11 +258,21 @@ def _choose_storage(
     members: Sequence[Member], names: set[str], budget: int | None
 ) -> tuple[str, int]:
     """The best way to keep the vectors within the budget, and the bytes it takes."""
+    shared = sum(path.stat().st_size for path in _shared_files(members))
     for kind in ("as stored", *_LOWER):
-        size = sum(_bytes(member, names, kind) for member in members)
+        size = shared + sum(_bytes(member, names, kind) for member in members)
         if budget is None or size <= budget:
             return kind, size
     return "mapped", 0
+
+
+def _shared_files(members: Sequence[Member]) -> set[Path]:
+    """What some vectors have in common, in files beside theirs."""
+    return {
+        (member.file or vector_file(member.path)).parent / member.vector.header.shared["file"]
+        for member in members
+        if member.vector.header.shared
+    }
 
 
 def _bytes(member: Member, names: set[str], kind: str) -> int:
