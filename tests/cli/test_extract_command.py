@@ -197,7 +197,7 @@ def test_tensors_to_ignore_are_named_by_patterns(call, tuned: Path, tmp_path: Pa
     [
         (
             ["--dtype", "fp61"],
-            "--dtype fp61: expected fp32, fp16, bf16, int8; did you mean 'fp16'?",
+            "--dtype fp61: expected fp32, fp16, bf16, int8, int4, int3, int2; did you mean 'fp16'?",
         ),
         (
             ["--scope", "visaul"],
