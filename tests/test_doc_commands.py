@@ -22,7 +22,7 @@ from warm import COLD, atlas
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = "commands.md"  # what --help prints; tests/test_docs.py makes it again
+GENERATED = ("commands.md", "screens.md")  # tests/test_docs.py makes them again
 IN_PYTHON = "api.md"  # tests/test_api.py runs it
 RUN_FROM_A_CLONE = 2  # README's first blocks install atlas, so .ci/run runs them instead
 NUMBER = re.compile(r"\d+\.\d+")
@@ -73,7 +73,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name not in (GENERATED, IN_PYTHON)],
+    [page for page in PAGES if page.name not in (*GENERATED, IN_PYTHON)],
     ids=lambda page: page.stem,
 )
 def test_the_commands_of_a_page_run_in_order(
@@ -126,7 +126,7 @@ def test_no_command_is_shown_where_it_would_not_be_run():
     """Blocks are of a kind, and indented text holds no command lines."""
     for page in PAGES:
         text = page.read_text("utf-8")
-        if page.name != GENERATED:
+        if page.name not in GENERATED:
             assert {kind for kind, _ in BLOCK.findall(text)} <= KINDS, page.name
             assert not re.search(r"^    \$? ?atlas ", BLOCK.sub("", text), re.MULTILINE), page.name
 
@@ -138,5 +138,5 @@ def test_examples_that_are_not_run_say_so():
         for match in BLOCK.finditer(text):
             if match[1] == "text" and re.search(r"^atlas ", match[2], re.MULTILINE):
                 before = text[: match.start()].rstrip().rpartition("\n\n")[2]
-                if page.name != GENERATED:
+                if page.name not in GENERATED:
                     assert "downloaded" in before or "not run" in before, match[2]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -38,6 +40,45 @@ def test_the_page_of_commands_is_what_help_prints():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == COMMANDS, "run python docs/build_commands.py"
+
+
+def screens(names: str) -> tuple[str, dict[str, str]]:
+    """The page of screens, and those that are named, as docs/build_screens.py makes them now."""
+    script = f"import build_screens as b, json; print(json.dumps([b.page(), b.pictures({names})]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": f"{DOCS}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    page, pictures = json.loads(done.stdout)
+    return page, pictures
+
+
+def test_the_page_of_screens_is_what_its_script_writes():
+    """Of its pictures, those that take no time are drawn again, to the same bytes."""
+    page, pictures = screens("('help', 'mistake')")
+    assert page == (DOCS / "screens.md").read_text("utf-8"), "run python docs/build_screens.py"
+    for name, picture in pictures.items():
+        assert picture == (DOCS / "screens" / f"{name}.svg").read_text("utf-8")
+    shown = set(re.findall(r"\(screens/(\w+\.svg)\)", page))
+    assert shown == {path.name for path in (DOCS / "screens").iterdir()}
+
+
+@pytest.mark.slow
+def test_screens_drawn_again_say_the_same():
+    """Numbers may move between machines."""
+    for name, picture in screens("")[1].items():
+        kept = (DOCS / "screens" / f"{name}.svg").read_text("utf-8")
+        assert said(picture) == said(kept), name
+
+
+def said(picture: str) -> list[str]:
+    """The words of an SVG, with # for numbers."""
+    root = ElementTree.fromstring(picture)
+    text = " ".join(one.text or "" for one in root.iter() if one.tag.endswith("}text"))
+    return re.sub(r"[+-]?\d[\d.,e-]*", "#", text).split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -128,7 +128,10 @@ class CommandRunner:
         story.end(line, _with_name(line, said))
         if code:
             story.end_all()
-            raise AtlasError(f"{line}: failed with exit code {code}")
+            untold = said.splitlines() if self.tell is _mute else []  # but errors are for all
+            error = "atlas: error: "
+            why = [row.removeprefix(error) for row in untold if row.startswith(error)]
+            raise AtlasError(*why, f"{line}: failed with exit code {code}")
         if line.kept:
             (self.place / _unfinished(line)).replace(self.place / line.kept)
         self.done.append(str(line))

@@ -166,6 +166,19 @@ def test_a_command_that_fails_ends_the_demo_with_its_own_words(tmp_path: Path) -
     assert "failed with exit code" in ended.stderr
 
 
+@pytest.mark.slow
+def test_a_quiet_demo_tells_why_a_command_fails(tmp_path: Path) -> None:
+    lines = [line for section in sections()[:2] for line in section.lines]
+    (tmp_path / "d").mkdir()
+    notes = {"story": identity(), "done": [str(line) for line in lines], "seconds": 0.0}
+    (tmp_path / "d" / "demo.json").write_text(json.dumps(notes))
+    ended = run("-o", "d", "-q", cwd=tmp_path)
+    first, last = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert first.startswith("atlas: error: no such recipe: together")
+    assert last.endswith("failed with exit code 2")
+
+
 def test_a_kill_ends_the_commands_that_run(tmp_path: Path) -> None:
     process = start("demo", "-o", "d", cwd=tmp_path, stdout=-3, stderr=-3)
     deadline = time.monotonic() + TIMEOUT
