@@ -45,12 +45,14 @@ def test_parts_reach_blocks_of_every_shape_and_blocks_of_one_shape_are_split_apa
     assert not torch.equal(*same)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_images_is_learned_from(world, tmp_path):
     learn(world, "fit", tmp_path / "run", "--shots", "0.5")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["data"][0]["images"] == 4
 
 
+@pytest.mark.slow
 def test_coefficients_are_kept_beside_a_head_that_is_fitted_after_them(world, tmp_path):
     given = {"model": world / "base", "vectors": [world / "v"], "batch_size": 8, "epochs": 1}
     plain = atlas_cli.fit(world / "photos", **given)
@@ -60,6 +62,7 @@ def test_coefficients_are_kept_beside_a_head_that_is_fitted_after_them(world, tm
     assert headed.recipe.head is not None
 
 
+@pytest.mark.slow
 def test_steps_are_counted_once(world, tmp_path):
     learn(world, "fit", tmp_path / "run", "--adapter", "probe", "--accumulate", "2")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -76,6 +79,7 @@ def test_shots_are_drawn_by_their_labels_without_opening_an_image(tmp_path):
     assert sorted(sample.label for sample in found.samples) == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_starts_where_another_ended(call, world, tmp_path):
     first = learn(world, "fit", tmp_path / "first")
     given = ["fit", world / "photos", "--model", world / "base", "--vectors", world / "v", *QUICK]

@@ -45,6 +45,7 @@ def test_slopes_are_the_derivatives_of_the_loss_by_the_coefficients_at_zero(worl
     assert slope == pytest.approx((found.slopes * direction).sum().item(), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_what_is_kept_fits_and_is_learned_with_and_merged(call, world, tmp_path):
     whole = sum(path.stat().st_size for path in (world / "v").iterdir())
     for rank_by in RANKINGS:

@@ -69,6 +69,7 @@ def test_rtvq_is_three_bits_of_the_mean_and_two_of_what_is_left(call, world, tmp
         assert torch.linalg.norm(left - unpacked(block.own)) < 0.5 * torch.linalg.norm(left)
 
 
+@pytest.mark.slow
 def test_what_is_learned_with_few_bits_is_what_is_merged(call, world, tmp_path):
     for dtype in ("int3", "rtvq"):
         pool, run, merged = (tmp_path / f"{dtype}-{word}" for word in ("pool", "run", "model"))
@@ -80,6 +81,7 @@ def test_what_is_learned_with_few_bits_is_what_is_merged(call, world, tmp_path):
         assert scored["results"][0]["top1"] == pytest.approx(told["learned"])
 
 
+@pytest.mark.slow
 def test_models_are_extracted_on_the_way_with_few_bits(call, world, tmp_path, monkeypatch):
     monkeypatch.setenv("ATLAS_CACHE", str(tmp_path / "cache"))
     given = ["fit", world / "photos", "--model", world / "base", "--vectors", world / "tuned0"]
