@@ -228,7 +228,7 @@ def _cells(score: ModelScore, *, by_class: bool) -> dict[str, str]:
 
 
 def _caption(scores: Sequence[ModelScore]) -> str:
-    """The splits, and the mean top-1 of each model if there are several datasets."""
+    """The unit, the splits, and the mean top-1 of each model if there are several datasets."""
     import statistics
 
     models = dict.fromkeys(score.model for score in scores)
@@ -236,7 +236,7 @@ def _caption(scores: Sequence[ModelScore]) -> str:
         model: statistics.mean(score.top1 for score in scores if score.model == model)
         for model in models
     }
-    caption = f"split: {', '.join(dict.fromkeys(score.split for score in scores))}"
+    caption = f"in percent; split: {', '.join(dict.fromkeys(score.split for score in scores))}"
     if len(scores) > len(models):
         listed = ", ".join(f"{model} {mean:.2f}" for model, mean in means.items())
         caption += f"; mean top-1: {listed}"

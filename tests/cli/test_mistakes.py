@@ -203,6 +203,7 @@ def _wait_for(moment: str, process: subprocess.Popen[str]) -> None:
 
 def test_on_a_terminal_there_is_a_table_and_a_bar_and_in_a_pipe_neither(run, on_terminal):
     shown = on_terminal("eval", "builtin:tiny", *DIGITS)
+    assert "in percent; split: test" in shown
     assert "evaluating" in shown
     assert "top-1" in shown
     assert "─" in shown
