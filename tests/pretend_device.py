@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -30,6 +31,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "pretend"
 MOVES = {"aten._to_copy.default", "aten.copy_.default", "aten.set_.source_Tensor"}
 _memory = {"living": 0, "limit": 0, "peak": 0}
+# How many there were, the number of the one that fails, and failures that are still to be raised.
+_allocations = {"made": 0, "fails": -1, "late": 0}
 _kept: list[Any] = []  # the library that implements the device
 
 
@@ -95,13 +98,33 @@ def _take(inner: torch.Tensor) -> None:
     if not size:
         return
     if key not in _storages:
+        _allocations["made"] += 1
+        if _allocations["made"] == _allocations["fails"]:
+            _fail("pretend: out of memory, as was asked for")
         if _memory["limit"] and _memory["living"] + size > _memory["limit"]:
             there = _memory["limit"] - _memory["living"]
-            raise torch.OutOfMemoryError(f"pretend: out of memory: {size} bytes, {there} are free")
+            _fail(f"pretend: out of memory: {size} bytes, {there} are free")
         _memory["living"] += size
         _memory["peak"] = max(_memory["peak"], _memory["living"])
     _storages[key] = _storages.get(key, 0) + 1
     weakref.finalize(inner, _release, key, size)
+
+
+def _fail(text: str) -> None:
+    """Raise, or have `backward` raise: an exception in a thread of torch's own ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        raise torch.OutOfMemoryError(text)
+    _allocations["late"] += 1
+
+
+def _backward(original: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        failed, _allocations["late"] = _allocations["late"], 0
+        if failed:
+            raise torch.OutOfMemoryError("pretend: out of memory in a backward pass")
+
+    return backward
 
 
 def _release(key: int, size: int) -> None:
@@ -114,6 +137,13 @@ def _release(key: int, size: int) -> None:
 def limit(size: int) -> None:
     """From now on there are so many bytes; 0 for any number."""
     _memory["limit"] = size
+
+
+def fail_at(number: int) -> int:
+    """Let the allocation of that number fail, counted from now on; the count up to now."""
+    found = _allocations["made"]
+    _allocations.update(made=0, fails=number, late=0)
+    return found
 
 
 def peak() -> int:
@@ -167,6 +197,7 @@ def install() -> None:
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
     _kept.append(library)
+    torch.Tensor.backward = _backward(torch.Tensor.backward)
     for maker in ("tensor", "arange"):
         setattr(torch, maker, _made_there(getattr(torch, maker)))
 

@@ -181,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         console.note(f"error: a library gave up: {(str(problem).splitlines() or [''])[0]}")
         return 1
-    if code == _INTERRUPTED and not _interrupts:  # else run() says which signal it was
+    if code == _INTERRUPTED and not _interrupts and "RANK" not in os.environ:
+        # else run() says which signal it was, or the launcher does
         console.note("interrupted")
     return code or 0
 
@@ -202,7 +203,7 @@ def _of_system(problem: BaseException) -> str | None:
         return said
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
-    signs = ("can't allocate memory", "not enough memory", "bad_alloc")
+    signs = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
     allocation = any(sign in said for sign in signs)
     return _NO_MEMORY if allocation or "can't start new thread" in said else None
 

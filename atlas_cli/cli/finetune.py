@@ -51,6 +51,8 @@ _COEFFICIENTS_ONLY = (
     "exclude",
     "storage",
     "keep_downloads",
+    "shard_vectors",
+    "device_memory",
 )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atlas_cli.cli import console
 from atlas_cli.errors import UsageError
+from atlas_cli.io.staging import temporary_folder
 
 COMMANDS = ("eval", "fit", "negate", "add", "tta", "finetune")
+_INTERRUPTED = 130
+_LAUNCHER = "ATLAS_LAUNCHER"  # the process that started the ranks of this machine
 _OUTPUTS = ("-o", "--output", "--predictions", "--vector", "--vectors-dir")
 
 
@@ -27,6 +32,7 @@ def launch(given: Sequence[str]) -> int:
 
     from atlas_cli.learning import ranks
 
+    os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     code, said = ranks.start(count, [sys.executable, "-m", "atlas_cli", *rest])
     if said:
@@ -53,18 +59,20 @@ def as_rank(given: Sequence[str], main: Callable[[Sequence[str]], int]) -> int:
     rank, rest = int(os.environ["RANK"]), list(given)
     if not rest or rest[0] not in COMMANDS:
         return main(rest)
+    parent = int(os.environ.get(_LAUNCHER) or os.getppid())
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     from atlas_cli.learning import ranks
 
     device = rest[rest.index("--device") + 1] if "--device" in rest[:-1] else "auto"
     if rank:
-        with tempfile.TemporaryDirectory(prefix="atlas-rank-") as folder:
+        with temporary_folder(Path(tempfile.gettempdir(), "atlas-rank")) as folder:
             shown, sys.stderr = sys.stderr, io.StringIO()
             sys.stdout = io.StringIO()
-            code = _joined(device, _elsewhere(rest, folder), main)
+            code = _joined(device, _elsewhere(rest, str(folder)), main)
             said, sys.stderr = sys.stderr.getvalue(), shown
-        if code and code != 130:
-            time.sleep(ranks.GRACE)  # the first rank has the same problem, if it is the command's
-            sys.stderr.write(said)
+        if code:  # the first rank has the same problem, if it is the command's, or saves its run
+            time.sleep(ranks.GRACE)
+            sys.stderr.write(said if code != _INTERRUPTED else "")
         return code
     code = _joined(device, rest, main)
     if not code and {"-v", "--verbose"} & set(rest) and ranks.sent["steps"]:
@@ -72,6 +80,17 @@ def as_rank(given: Sequence[str], main: Callable[[Sequence[str]], int]) -> int:
         each = ranks.sent["bytes"] / steps
         console.note(f"{count} processes: {each:,.0f} bytes sent per rank and gradient ({steps})")
     return code
+
+
+def _end_with(parent: int) -> None:
+    """Terminate this process once its parent is gone: a launcher that is killed leaves no ranks."""
+    from atlas_cli.learning.ranks import GRACE
+
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os._exit(128 + signal.SIGTERM)  # it waits for a peer that is gone as well
 
 
 def _joined(device: str, rest: list[str], main: Callable[..., int]) -> int:

@@ -120,6 +120,20 @@ def _set_download(wanted: bool) -> None:
         os.environ["ATLAS_DOWNLOAD"] = "1"
 
 
+def _check_precision(given: str) -> str:
+    if given not in ("auto", "fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision {given}: expected auto, fp32, bf16 or fp16")
+    return given
+
+
+def _check_size(given: str | None) -> str | None:
+    from atlas_cli.recipes.model import parse_bytes
+
+    if given is not None and given != "0" and parse_bytes(given) is None:
+        raise UsageError(f"--device-memory {given}: expected a size such as 8GB, or 0")
+    return given
+
+
 def _hide_downloads(quiet: bool) -> bool:
     """Libraries that download look here before they show how far they are."""
     if quiet:
@@ -207,6 +221,26 @@ Workers = Annotated[
 SkipBroken = Annotated[
     bool, typer.Option("--skip-broken", help="Leave out images that cannot be decoded.")
 ]
+ShardVectors = Annotated[
+    bool,
+    typer.Option("--shard-vectors", help="Of several processes, each holds a part of the vectors."),
+]
+Precision = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="Of passes: fp32, bf16, fp16, or auto: what the device is good at.",
+        callback=_check_precision,
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="For vectors on a device; beyond it they stay on the host.",
+        callback=_check_size,
+    ),
+]
 OutputFolder = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must not exist.")
 ]
@@ -269,6 +303,9 @@ _RUN_OPTIONS: dict[str, Any] = {
     "device": Device,
     "workers": Workers,
     "skip_broken": SkipBroken,
+    "shard_vectors": ShardVectors,
+    "precision": Precision,
+    "device_memory": DeviceMemory,
     "keep_downloads": KeepDownloads,
     "log": _option(
         list[str],
@@ -282,9 +319,9 @@ _RUN_OPTIONS: dict[str, Any] = {
 }
 # Their callbacks do it all, or app.py does.
 _ACCESS: dict[str, Any] = {"launch": Launch, "data_root": DataRoot, "download": Download}
-_DEFAULTS: dict[str, Any] = {"device": "auto"}
+_DEFAULTS: dict[str, Any] = {"device": "auto", "precision": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
-_SWITCHES |= {"verbose", "skip_broken"}
+_SWITCHES |= {"verbose", "skip_broken", "shard_vectors"}
 
 
 def learning_command(

@@ -204,7 +204,10 @@ def compose_block(
     total = result.view(-1)
     start_from = base.reshape(-1)  # what the next stack adds to: the base, then the sum so far
     placement = composition.layout.placements[name]
-    for stack in composition.stacks[name]:
+    found = composition.stacks[name]
+    if not found:  # no vector has the block, or another process holds those that do
+        total.copy_(start_from)
+    for stack in found:
         everyone = stack.members == tuple(range(composition.vectors))
         rows = coefficients if everyone else coefficients[list(stack.members)]
         if isinstance(stack, stacks.FactorStack) or isinstance(placement, Scattered):

@@ -29,12 +29,13 @@ from atlas_cli.models.composed import LossOf
 _TIMEOUT = 600.0  # seconds for an answer; ATLAS_TIMEOUT says otherwise
 GRACE = 10.0  # seconds in which the launcher ends a rank whose peer failed
 Value = TypeVar("Value")
-sent = {"messages": 0, "bytes": 0, "steps": 0}  # by this rank, as a ring sends them
+# What this rank sends, as a ring does; of `blocks` those of shared vectors, beside the gradients.
+sent = {"messages": 0, "bytes": 0, "blocks": 0, "steps": 0}
 
 
 def start(count: int, command: list[str]) -> tuple[int, str]:
     """Run a command in some processes by torch's launcher: the exit code, and what to say of it."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # torch's loggers each have a level of their own
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -50,15 +51,23 @@ def start(count: int, command: list[str]) -> tuple[int, str]:
     except SignalException as ended:
         return (130, "interrupted") if ended.sigval == signal.SIGINT else (143, "terminated")
     except ChildFailedError as problem:
-        rank, failure = problem.get_first_failure()
-        code = failure.exitcode
-        if code in (143, -signal.SIGTERM):
-            return 143, "terminated"
-        if code < 0:
-            name = signal.Signals(-code).name
-            return 1, f"error: process {rank} of {count} was ended by {name}"
-        return code, ""
+        return _first_cause({rank: one.exitcode for rank, one in problem.failures.items()})
     return 0, ""
+
+
+def _first_cause(codes: Mapping[int, int]) -> tuple[int, str]:
+    """The exit code of a run whose ranks ended so; the launcher ends the others by SIGTERM."""
+    ended = {128 + signal.SIGTERM, -signal.SIGTERM}
+    for code in codes.values():
+        if code > 0 and code not in {130, *ended}:
+            return code, ""
+    if 130 in codes.values():  # all others were asked to stop and save, and then terminated
+        return 130, "interrupted"
+    for rank, code in codes.items():
+        if code < 0 and code not in ended:
+            name = signal.Signals(-code).name
+            return 1, f"error: process {rank} was ended by {name}; --resume goes on"
+    return 143, "terminated"
 
 
 def join(device: str) -> None:
@@ -88,10 +97,10 @@ def _answered() -> Iterator[None]:
         ) from problem
 
 
-def _count(tensor: torch.Tensor, rounds: int) -> None:
+def _count(tensor: torch.Tensor, rounds: int, kind: str = "bytes") -> None:
     ranks = dist.get_world_size()
     sent["messages"] += 1
-    sent["bytes"] += rounds * (ranks - 1) * tensor.numel() * tensor.element_size() // ranks
+    sent[kind] += rounds * (ranks - 1) * tensor.numel() * tensor.element_size() // ranks
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,6 +108,37 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
     _count(tensor, 2)
     return tensor
+
+
+class BlockSums:
+    """Sums of tensors over the ranks, in place, under way while the next tensors are made."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begin to sum tensors; all ranks give the same ones in the same order."""
+        for tensor in tensors:
+            with _answered():
+                self._waiting.append(dist.all_reduce(tensor, async_op=True))
+            _count(tensor, 2, "blocks")
+
+    def wait(self) -> None:
+        """Wait until all are summed."""
+        with _answered():
+            for one in self._waiting:
+                one.wait()
+        self._waiting = []
+
+
+def number() -> int:
+    """The number of this rank; 0 where there is one process only."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def same(value: Value) -> Value:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What concerns this run only; of it, only `skip_broken` may change the result."""
+    """What concerns this run only; of it, `skip_broken` and `precision` may change the result."""
 
     folder: Path | None = None
     resume: bool = False
@@ -70,6 +70,9 @@ class RunOptions:
     workers: int | None = None  # that decode images
     skip_broken: bool = False
     log: Sequence[str] | None = None  # trackers that are told of every step
+    shard_vectors: bool = False  # of several processes, each holds a part of the vectors
+    precision: str = "auto"  # of forward and backward passes
+    device_memory: str | None = None  # for vectors; beyond it they stay on the host
 
     def check(self) -> None:
         if self.resume and self.folder is None:

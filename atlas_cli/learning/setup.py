@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from atlas_cli.recipes.learning import LearnRecipe, parse_penalty
 from atlas_cli.recipes.model import parse_bytes
 from atlas_cli.recipes.text import MANY, Table, to_table
 from atlas_cli.recipes.tta import TtaRecipe
+from atlas_cli.registry import late
 from atlas_cli.vectors.pool import (
     GatheredVector,
     Gathering,
@@ -40,12 +41,18 @@ from atlas_cli.vectors.pool import (
     Pool,
     compose_pool,
     open_pool,
+    same_task,
     stored_vectors,
 )
 
 if TYPE_CHECKING:
     from atlas_cli.core.adapters import Head
+    from atlas_cli.learning import sharded
     from atlas_cli.learning.run import RunInputs
+    from atlas_cli.models import accelerator
+else:  # only where they are asked for
+    sharded = late("atlas_cli.learning.sharded")
+    accelerator = late("atlas_cli.models.accelerator")
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
@@ -76,7 +83,7 @@ class Setup:
     @property
     def scaled(self) -> bool:
         """Whether losses are scaled, since the model runs in half precision."""
-        return self.clip.device.type == "cuda"
+        return self.model.accelerator is not None and self.model.accelerator.scaled
 
 
 _SCALES = 20
@@ -190,6 +197,7 @@ def config_of(inputs: RunInputs, clip: Clip) -> dict[str, Any]:
         "model": inputs.model.provenance(),
         "data": [describe_data(dataset) for dataset in inputs.datasets],
         "judges": [describe_data(dataset) for dataset in inputs.judges],
+        **({"precision": inputs.options.precision} if inputs.options.precision != "auto" else {}),
         "versions": {
             "atlas": __version__,
             "python": platform.python_version(),
@@ -275,7 +283,10 @@ def prepared(
         warn(doubt)
     module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
     base = {f"{_PREFIX}{name}": tensor for name, tensor in module.named_parameters()}
+    shares = inputs.options.shard_vectors and torch.distributed.is_initialized()
     budget = parse_bytes(recipe.memory)
+    if shares and budget is not None:
+        budget *= torch.distributed.get_world_size()  # it is that of each process
     norms = isinstance(recipe, TtaRecipe) and recipe.tune == "layernorm"
     pool = Pool((), (), (), "as stored", 0)
     if inputs.files and not norms:
@@ -293,13 +304,21 @@ def prepared(
     heads = tuple(
         choose(clip, dataset.classes, dataset.templates, warn) for dataset in inputs.datasets
     )
-    composition = compose_pool(pool, base, layout, clip.device)
+    limit = parse_bytes(inputs.options.device_memory or "") if clip.device.type != "cpu" else None
+    hosted = limit is not None and pool.bytes > limit
+    home = torch.device("cpu") if hosted else clip.device
+    rows = sharded.own_rows(len(pool.members)) if shares else None
+    composition = compose_pool(pool, base, layout, home, rows)
+    if hosted:
+        stacks = accelerator.HostedStacks(composition.stacks, clip.device)
+        composition = replace(composition, stacks=stacks)
     with thread_pool_for(module, inputs.options.cores) as thread_pool:
         if norms:
             model: ComposedModel = LayerNormModel(module, prefix=_PREFIX, thread_pool=thread_pool)
         else:
             heads_too = isinstance(recipe, FitRecipe) and recipe.adapter != "none"
             kind = HeadedModel if heads_too else ComposedModel
+            kind = sharded.sharded(kind) if shares else kind
             model = kind(
                 module,
                 composition,
@@ -307,8 +326,18 @@ def prepared(
                 thread_pool=thread_pool,
                 linear=recipe.linearised,
             )
+        model.accelerator = accelerator_of(inputs, clip, warn)
         setup = Setup(inputs, clip, pool, layout, model, tasks, heads, judges)
         yield PreparedRun(setup, *objective_factory(setup))
+
+
+def accelerator_of(
+    inputs: RunInputs, clip: Clip, warn: Callable[[str], None]
+) -> accelerator.Accelerator | None:
+    """How the passes of a model are run; None in float32 on the CPU."""
+    precision = inputs.options.precision
+    plain = clip.device.type == "cpu" and precision in ("auto", "fp32")
+    return None if plain else accelerator.Accelerator(clip.device, precision, warn)
 
 
 def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> TrainingConfig:
@@ -360,20 +389,3 @@ def own_vector(pool: Pool, dataset: Dataset) -> int | None:
 def is_of(name: str, dataset: Dataset) -> bool:
     """Whether by its name a vector was learned on a dataset."""
     return same_task(plain_name(name), plain_name(task_name(dataset)))
-
-
-# Other names of well-known tasks, so that no vector of the target's own data is taken by mistake.
-_ALIASES = {
-    "cars": "stanfordcars",
-    **dict.fromkeys(("pets", "oxfordpets"), "oxfordiiitpet"),
-    **dict.fromkeys(("flowers", "flowers102", "oxfordflowers"), "oxfordflowers102"),
-    "patchcamelyon": "pcam",
-    "sst2": "renderedsst2",
-    "emnist": "emnistletters",
-    "fmnist": "fashionmnist",
-}
-
-
-def same_task(first: str, second: str) -> bool:
-    """Whether two names, in small letters and digits, are of one task."""
-    return _ALIASES.get(first, first) == _ALIASES.get(second, second)

@@ -20,7 +20,7 @@ from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, s
 from atlas_cli.learning.loop import Step, descend
 from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.run_folder import SavedRun
-from atlas_cli.learning.setup import config_of
+from atlas_cli.learning.setup import accelerator_of, config_of
 from atlas_cli.learning.splits import hold_out
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.saving import whole_folder, write_model
@@ -104,7 +104,7 @@ class WeightTrainer:
         """Take the steps that remain and yield after each."""
         if checkpoint.over:
             return
-        scaled = self.clip.device.type == "cuda"
+        scaled = self.model.accelerator is not None and self.model.accelerator.scaled
         optimizer = WeightOptimizer(
             self.model.values, self.steps, self.optimizer_config, scaled=scaled
         )
@@ -208,6 +208,7 @@ def prepared_trainer(inputs: RunInputs, warn: Callable[[str], None]) -> Iterator
         checkpoint_activations(module)
     with thread_pool_for(module, inputs.options.cores) as thread_pool:
         model = trained_model(clip, recipe, thread_pool)
+        model.accelerator = accelerator_of(inputs, clip, warn)
         yield WeightTrainer(inputs, clip, model, data, head, judge, scored_on, optimizer_config)
 
 

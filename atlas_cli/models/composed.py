@@ -7,8 +7,9 @@ import dataclasses
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.func import functional_call, jvp
@@ -23,6 +24,9 @@ from atlas_cli.core.compose import (
     compose_block,
 )
 from atlas_cli.parallel import ThreadPool
+
+if TYPE_CHECKING:
+    from atlas_cli.models.accelerator import Accelerator
 
 _AT_ONCE = 64  # images of a forward pass without gradients
 
@@ -129,7 +133,7 @@ class FunctionalModel:
         self._over_parts = thread_pool.map if thread_pool and count > 1 else map
         self._tensors = dict(tensors)
         self._replicas = [replica(module, self._tensors, prefix) for _ in range(count)]
-        self._half = next(module.parameters()).device.type == "cuda"
+        self.accelerator: Accelerator | None = None  # None: float32, and all images at once
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors that were made otherwise: from now on the module runs with these."""
@@ -138,36 +142,71 @@ class FunctionalModel:
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
         """What the module gives for a batch, without gradients."""
+        found = []
+        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
+            some = images[first : first + _AT_ONCE * len(self._replicas)]
+            if self.accelerator:
+                found.append(self.accelerator.features(self.features_at_once, some))
+            else:
+                found.append(self.features_at_once(some))
+        return torch.cat(found)
+
+    def features_at_once(self, images: torch.Tensor) -> torch.Tensor:
+        """The same for as many images as run at a time."""
 
         def run(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
             with torch.no_grad(), self._precision():
                 return item[0].run(item[1]).float()
 
-        found = []
-        for first in range(0, len(images), _AT_ONCE * len(self._replicas)):
-            some = images[first : first + _AT_ONCE * len(self._replicas)]
-            found += list(self._over_parts(run, self._dealt(some)))
-        return torch.cat(found)
+        return torch.cat(list(self._over_parts(run, self._dealt(images))))
 
     def backward(self, images: torch.Tensor, loss_of: LossOf) -> torch.Tensor:
         """Add the gradients of loss_of(features of the batch) to those kept; gives the loss."""
+        if self.accelerator:
+            return self.accelerator.backward(self, images, loss_of)
+        parts = self.forward_parts(images)
+        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
+        loss = loss_of(features)
+        loss.backward()
+        assert features.grad is not None
+        self.backward_parts(parts, features.grad)
+        return loss.detach()
+
+    def forward_parts(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """The features of a batch, a tensor per replica, with what their gradients need."""
 
         def forth(item: tuple[Replica, torch.Tensor]) -> torch.Tensor:
             with torch.enable_grad(), self._precision():
                 return item[0].run(item[1])
 
-        parts = list(self._over_parts(forth, self._dealt(images)))
-        features = torch.cat([part.detach() for part in parts]).float().requires_grad_()
-        loss = loss_of(features)
-        loss.backward()
-        assert features.grad is not None
-        gradients = features.grad.split([len(part) for part in parts])
+        return list(self._over_parts(forth, self._dealt(images)))
+
+    def backward_parts(self, parts: list[torch.Tensor], gradient: torch.Tensor) -> None:
+        """Add the gradients of features, given dL/dfeatures of the whole batch."""
 
         def back(item: tuple[torch.Tensor, torch.Tensor]) -> None:
             item[0].backward(item[1].to(item[0].dtype))
 
-        list(self._over_parts(back, zip(parts, gradients, strict=True)))
-        return loss.detach()
+        pieces = gradient.split([len(part) for part in parts])
+        list(self._over_parts(back, zip(parts, pieces, strict=True)))
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients that are kept, which are let go."""
+        found = []
+        for replica in self._replicas:
+            for parameter in replica.parameters.values():
+                found.append(parameter.grad)
+                parameter.grad = None
+        return found
+
+    def add_gradients(self, kept: list[torch.Tensor | None]) -> None:
+        """Add what `take_gradients` gave."""
+        leaves = [p for replica in self._replicas for p in replica.parameters.values()]
+        for parameter, before in zip(leaves, kept, strict=True):
+            if before is not None:
+                parameter.grad = (
+                    _sum(before, parameter.grad) if parameter.grad is not None else before
+                )
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """dL/dtheta of the composed tensors since the last call; they are let go."""
@@ -185,8 +224,8 @@ class FunctionalModel:
         parts = images.tensor_split(len(self._replicas))
         return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast("cuda", torch.float16, enabled=self._half)
+    def _precision(self) -> AbstractContextManager[Any]:
+        return self.accelerator.autocast() if self.accelerator else nullcontext()
 
 
 def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
@@ -219,14 +258,24 @@ class ComposedModel(FunctionalModel):
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compose: from now on the module runs with these tensors."""
-        self.loaded = values = coefficients.detach().float()
+        self.loaded = coefficients.detach().float()
+        with torch.no_grad():
+            self.compose(self.loaded)
+        return self._tensors
+
+    def compose(self, values: torch.Tensor) -> None:
+        """Write the composed tensors."""
+        self.compose_blocks(self.composition, values, self._tensors)
+
+    def compose_blocks(
+        self, composition: Composition, values: torch.Tensor, names: Iterable[str]
+    ) -> None:
+        """Write some of the composed tensors."""
 
         def write(name: str) -> None:
-            compose_block(self.composition, name, values, self._tensors[name])
+            compose_block(composition, name, values, self._tensors[name])
 
-        with torch.no_grad():
-            list(self._over_blocks(write, self._tensors))
-        return self._tensors
+        list(self._over_blocks(write, names))
 
     def gradient(self) -> torch.Tensor:
         """dL/dlambda of everything since the last call, in float64; the gradients are let go."""

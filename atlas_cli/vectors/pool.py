@@ -7,7 +7,7 @@ everything else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -129,6 +129,23 @@ def wanted(names: Sequence[VectorName], how: Gathering) -> list[VectorName]:
     if names and not kept:
         raise UsageError("every task vector was left out")
     return kept
+
+
+# Other names of well-known tasks, so that no vector of the target's own data is taken by mistake.
+_ALIASES = {
+    "cars": "stanfordcars",
+    **dict.fromkeys(("pets", "oxfordpets"), "oxfordiiitpet"),
+    **dict.fromkeys(("flowers", "flowers102", "oxfordflowers"), "oxfordflowers102"),
+    "patchcamelyon": "pcam",
+    "sst2": "renderedsst2",
+    "emnist": "emnistletters",
+    "fmnist": "fashionmnist",
+}
+
+
+def same_task(first: str, second: str) -> bool:
+    """Whether two names, in small letters and digits, are of one task."""
+    return _ALIASES.get(first, first) == _ALIASES.get(second, second)
 
 
 # Opening --------------------------------------------------------------------------------------
@@ -302,14 +319,21 @@ def _size(shape: tuple[int, ...], storage: str) -> int:
 
 
 def compose_pool(
-    pool: Pool, base: Mapping[str, torch.Tensor], layout: Layout, device: torch.device
+    pool: Pool,
+    base: Mapping[str, torch.Tensor],
+    layout: Layout,
+    device: torch.device,
+    rows: Collection[int] | None = None,
 ) -> Composition:
-    """The composition of the base and the vectors of a pool, read block by block."""
+    """The composition of the base and the vectors of a pool, or of those in `rows` alone.
+
+    They are read block by block.
+    """
     stacks: dict[str, tuple[Stack, ...]] = {}
     for name in pool.names:
         blocks: dict[int, Block] = {}
         for number, member in enumerate(pool.members):
-            if name in member.vector.names:
+            if name in member.vector.names and (rows is None or number in rows):
                 block = _kept(member.vector.read(name), pool.storage)
                 blocks[number] = block if pool.storage == "mapped" else moved(block, device)
         stacks[name] = (map_blocks if pool.storage == "mapped" else stack_blocks)(blocks)

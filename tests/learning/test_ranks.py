@@ -111,9 +111,11 @@ def test_two_and_four_processes_learn_what_one_does(world: Path, name: str):
     (alone,) = ended([start(*RUNS[name], "-o", f"{name}1", cwd=world)])
     assert alone[0] == 0, alone
     for count in (2, 4):
-        found = ended(started(world, count, *RUNS[name], "-o", f"{name}{count}"))
-        assert [one[0] for one in found] == [0] * count, found
-        assert difference(world / f"{name}1", world / f"{name}{count}") < 1e-5, count
+        for more in ([], ["--shard-vectors"]) if RUNS[name][0] != "finetune" else ([],):
+            folder = f"{name}{count}{len(more)}"
+            found = ended(started(world, count, *RUNS[name], *more, "-o", folder))
+            assert [one[0] for one in found] == [0] * count, found
+            assert difference(world / f"{name}1", world / folder) < 1e-5, (count, more)
 
 
 @pytest.mark.slow

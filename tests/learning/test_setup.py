@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas_cli.learning.setup import same_task
+from atlas_cli.vectors.pool import same_task
 
 
 def test_one_task_is_known_by_several_names():
