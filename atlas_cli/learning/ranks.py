@@ -61,7 +61,9 @@ def _first_cause(codes: Mapping[int, int]) -> tuple[int, str]:
     for code in codes.values():
         if code > 0 and code not in {130, *ended}:
             return code, ""
-    if 130 in codes.values():  # all others were asked to stop and save, and then terminated
+    if {130, -signal.SIGINT} & set(
+        codes.values()
+    ):  # all others were asked to stop and save, and then terminated
         return 130, "interrupted"
     for rank, code in codes.items():
         if code < 0 and code not in ended:

@@ -56,7 +56,9 @@ def disturb(process: subprocess.Popen[str], state: Path, chance: random.Random, 
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
     ranks = children(process.pid)
-    target = chance.choice([process.pid, *ranks])
+    # Python itself prints a traceback if it is interrupted while it starts.
+    early = wait == "ranks" and number == signal.SIGINT
+    target = process.pid if early else chance.choice([process.pid, *ranks])
     launcher = target == process.pid
     with contextlib.suppress(ProcessLookupError):
         os.kill(target, number)
