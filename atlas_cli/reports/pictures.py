@@ -84,7 +84,7 @@ def image_section(run: Run, thumbnails: Thumbnails) -> list[str]:
     better = [_Shown(r, f"{r.label}, was {r.zero_shot}") for r in tested if _turned(r, right=True)]
     worse = [_Shown(r, f"{r.label}, now {r.learned}") for r in tested if _turned(r, right=False)]
     return [
-        gallery("Images that it learned from", shots, thumbnails),
+        gallery("Some images that it learned from", shots, thumbnails),
         gallery("Test images that are recognised now", better, thumbnails),
         gallery("Test images that are not recognised any more", worse, thumbnails),
         confusions(run, tested),
