@@ -26,7 +26,7 @@ class CommandLine:
     @property
     def name(self) -> str:
         """What messages call it: the name of what it makes."""
-        return (self.made or self.kept).partition(".")[0]
+        return (self.made or self.kept).rpartition("/")[2].partition(".")[0]
 
     def needs(self, other: CommandLine) -> bool:
         """Whether it reads what another command line makes."""

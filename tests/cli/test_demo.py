@@ -85,6 +85,12 @@ def test_lines_that_run_at_once_are_told_one_after_the_other() -> None:
     assert told[-1] == "third says"
 
 
+def test_a_picture_beside_the_folder_is_called_by_its_name() -> None:
+    """What a line says is kept in a file of that name within the folder of the demo."""
+    (line,) = drawing("/somewhere/else/atlas-demo.png").lines
+    assert line.name == "atlas-demo"
+
+
 def test_a_line_that_fails_is_told_though_one_before_it_still_runs() -> None:
     first, second = (CommandLine(("eval", name), made=name) for name in ("a", "b"))
     told: list[str] = []
