@@ -50,10 +50,11 @@ os._exit(0)  # without taking apart the threads of a device that failed
 
 
 def runs(world: Path, given: list[str], faults: int, parts: list[float]) -> tuple[int, list]:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps([given, faults, parts])],
         cwd=world,
-        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ['PYTHONPATH']}"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         timeout=4 * TIMEOUT,
