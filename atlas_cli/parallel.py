@@ -37,6 +37,9 @@ _PARTS = 4
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT = 64 << 20  # bytes of freed memory that are not returned to the system
 
+# Torch's first operation reads /proc/cpuinfo, and complains on stderr if too many files are open.
+torch.ones(8)
+
 
 class ThreadPool:
     """Threads, each with one core: an operation that torch spreads over several cores waits for

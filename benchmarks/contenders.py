@@ -19,7 +19,7 @@ import torch
 
 import atlas_cli
 from atlas_cli.datasets.dataset import open_dataset
-from atlas_cli.datasets.pixels import Pixels
+from atlas_cli.datasets.pixels import Pixels, View
 from atlas_cli.errors import AtlasError
 from atlas_cli.learning.baselines import search_tables
 from atlas_cli.learning.batches import score
@@ -84,7 +84,7 @@ def _fitted(way: str, target: Mapping[str, Any]) -> float:
     ):
         selection = verb.complete(ready, _selected(way, ready, verb))
         setup = ready.setup
-        test = Pixels(open_dataset(recipe.data, split="test"), setup.tasks[0].view, 2**30)
+        test = _test_images(recipe, setup.tasks[0].view)
         every = range(len(test.dataset.samples))
         if selection.head:
             found = head_score(setup, selection.coefficients, selection.head, test, every)
@@ -92,6 +92,17 @@ def _fitted(way: str, target: Mapping[str, Any]) -> float:
             setup.model.load(selection.coefficients)
             found = score(setup.model, test, every, setup.heads[0])
     return 100 * found.accuracy
+
+
+_decoded: dict[tuple[str, str], Pixels] = {}  # of the last target: every way is scored on them
+
+
+def _test_images(recipe: FitRecipe, view: View) -> Pixels:
+    key = recipe.data, recipe.model
+    if key not in _decoded:
+        _decoded.clear()
+        _decoded[key] = Pixels(open_dataset(recipe.data, split="test"), view, 2**30)
+    return _decoded[key]
 
 
 def _selected(way: str, ready: PreparedRun, verb: Fitting) -> Selection:

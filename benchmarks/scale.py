@@ -1,12 +1,14 @@
 """What learning costs in several processes: counted in real runs, and by a model of the cost.
 
-    python benchmarks/scale.py [--processes 1 2 4] [--vectors 24] [--width 1024] [--steps 3]
+    python benchmarks/scale.py [--processes 1 2 4] [--vectors 48] [--width 384] [--steps 3]
     python benchmarks/scale.py --model [--flops F --read B --link-speed B --latency S]
 
 Without --model, processes of torch.distributed take steps with random vectors, data parallel and
 with vectors shared out, each run from the same start. A row has the bytes that a rank sends per
-gradient and the messages beside what the model of the cost says, the peak of a rank's memory over
-its libraries as a share of pool plus model, and how far the coefficients are from one process's.
+gradient, the messages and the FLOPs beside what the model of the cost says, the peak of a rank's
+memory over its libraries as a share of pool plus model, and how far the coefficients are from one
+process's. FLOPs are those that torch counts in the passes, and two for each number of a vector that
+the loops in C are given.
 
 With --model, prints bytes, messages, FLOPs, memory and time per gradient for 1 to 1,024 workers and
 pools of 10 to 10,000 vectors of a ViT-B/32 in int8. Times follow from constants that are measured
@@ -29,7 +31,7 @@ from typing import Any
 
 BATCH = 16
 FACTS = 5  # the loss and the counts that go with a gradient
-LAYERS = 12
+LAYERS = 24  # a block is a small part of a model, as in real ones
 
 
 # The model of the cost --------------------------------------------------------------------------
@@ -154,8 +156,30 @@ class RowLoss:
 
 
 def rank(count: int, width: int, steps: int, *, sharded: bool) -> dict[str, Any]:
-    """Take some steps as one of the processes that the environment tells of."""
+    """Take some steps as one of the processes that the environment tells of.
+
+    The first are with a miniature: what libraries load and keep is not counted.
+    """
     import torch
+
+    from atlas_cli.learning import ranks
+
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        ranks.join("cpu")
+    learn(count, 8, 1, sharded=sharded)
+    ranks.sent.update(dict.fromkeys(ranks.sent, 0))
+    before = status("VmRSS")
+    result = learn(count, width, steps, sharded=sharded)
+    result["memory"] = status("VmHWM") - before
+    ranks.leave()
+    return result
+
+
+def learn(count: int, width: int, steps: int, *, sharded: bool) -> dict[str, Any]:
+    """Take some steps with random vectors of a random model; what was counted."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
     from atlas_cli.core.compose import Composition, by_block, stack_blocks
     from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
@@ -165,10 +189,6 @@ def rank(count: int, width: int, steps: int, *, sharded: bool) -> dict[str, Any]
     from atlas_cli.learning.loop import descend
     from atlas_cli.models.composed import ComposedModel
 
-    torch.set_num_threads(1)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        ranks.join("cpu")
-    before = status("VmRSS")
     torch.manual_seed(0)
     tower = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
     base = {name: tensor.detach() for name, tensor in tower.named_parameters()}
@@ -186,15 +206,35 @@ def rank(count: int, width: int, steps: int, *, sharded: bool) -> dict[str, Any]
     model = kind(tower, Composition(base, stacks, by_block(shapes), count))
     start = torch.zeros(model.composition.shape)
     optimizer = CoefficientOptimizer(start, steps, OptimizerConfig(rate=0.1))
+    composing = count_composition()
     began = time.perf_counter()
-    for _ in descend(model, optimizer, Batches(steps, width)):
-        pass
+    with FlopCounterMode(display=False) as passes:
+        for _ in descend(model, optimizer, Batches(steps, width)):
+            pass
     taken = (time.perf_counter() - began) / steps
-    result = {"sent": ranks.sent, "seconds": taken, "memory": status("VmHWM") - before}
+    result: dict[str, Any] = {"sent": ranks.sent, "seconds": taken}
     result |= {"values": optimizer.values.flatten().tolist(), "blocks": len(shapes)}
+    result["flops"] = (passes.get_total_flops() + sum(composing)) / steps
     result["parameters"] = sum(tensor.numel() for tensor in base.values())
-    ranks.leave()
     return result
+
+
+def count_composition() -> list[int]:
+    """From now on, the FLOPs of each sum and each product with vectors."""
+    from atlas_cli.native import kernels
+
+    found: list[int] = []
+
+    def counted(work: Any) -> Any:
+        def run(vectors: Any, *given: Any) -> Any:
+            found.append(sum(2 * vector.numel() for vector in vectors))
+            return work(vectors, *given)
+
+        return run
+
+    for name in ("add_vectors", "dot_vectors"):
+        setattr(kernels, name, counted(getattr(kernels, name)))
+    return found
 
 
 def status(key: str) -> int:
@@ -221,11 +261,11 @@ def start(processes: int, given: list[str]) -> list[dict[str, Any]]:
 
 def show_runs(processes: list[int], vectors: int, width: int, steps: int) -> None:
     print(
-        "| processes | shared out | bytes | by the model | blocks, MB | by the model | messages ",
-        end="",
+        "| processes | shared out | bytes | by the model | blocks, MB | by the model | messages "
+        "| by the model | GFLOPs | by the model | memory, MB | of pool + model | s per step "
+        "| difference |"
     )
-    print("| by the model | memory, MB | of pool + model | s per step | difference |")
-    print("| --- " * 12 + "|")
+    print("| --- " * 14 + "|", flush=True)
     given = ["--vectors", str(vectors), "--width", str(width), "--steps", str(steps)]
     alone: list[float] = []
     for count in processes:
@@ -243,6 +283,7 @@ def show_runs(processes: list[int], vectors: int, width: int, steps: int) -> Non
                 f"| {count} | {'yes' if sharded else 'no'} | {sent['bytes']:,.0f} "
                 f"| {wanted.sent:,.0f} | {sent['blocks'] / 1e6:,.1f} "
                 f"| {wanted.block_bytes / 1e6:,.1f} | {sent['messages']:,.0f} | {wanted.messages} "
+                f"| {one['flops'] / 1e9:.3f} | {wanted.flops / 1e9:.3f} "
                 f"| {memory / 1e6:,.0f} | {100 * memory / whole:.0f} % | {one['seconds']:.2f} "
                 f"| {apart:.1e} |",
                 flush=True,
@@ -292,8 +333,8 @@ def link() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--vectors", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vectors", type=int, default=48)
+    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", action="store_true", help="print the model of the cost")
     for name in ("flops", "read", "link-speed", "latency"):

@@ -81,23 +81,21 @@ class Result:
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("markexpr")
     hypothesis.settings.load_profile("slow" if chosen == "slow" else "default")
-    if not hasattr(config, "workerinput"):  # the processes of xdist share the notes of this one
+    if messages.LOG not in os.environ:  # the processes of xdist share the notes of this one
         handle, os.environ[messages.LOG] = tempfile.mkstemp(prefix="atlas-messages-")
         os.close(handle)
+        config.add_cleanup(Path(os.environ[messages.LOG]).unlink)
     messages.record()
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """After a whole run, list the error messages that no test has produced."""
-    log = Path(os.environ[messages.LOG])
-    if hasattr(config, "workerinput"):  # xdist asks its processes for a summary, too
+    """After a whole run, list the errors that no test has produced; .ci/run fails for them."""
+    if hasattr(config, "workerinput") or not _is_whole(config):  # xdist asks its processes, too
         return
-    never = messages.missing(log) if _is_whole(config) else []
-    log.unlink()
-    if never:
-        terminalreporter.section(f"{len(never)} messages that no test produces")
+    if never := messages.missing(Path(os.environ[messages.LOG]))[0]:
+        terminalreporter.section(f"{len(never)} errors that no test produces")
         for line in never:
             terminalreporter.line(line)
 

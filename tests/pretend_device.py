@@ -14,6 +14,7 @@ codes, with what each wrote to stderr.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
@@ -75,12 +75,25 @@ class Pretend(torch.Tensor):
     def storage(self) -> Any:
         return self.inner.storage()
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(_index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_index(index), value)
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert a tensor of device pretend to numpy; use .cpu() first")
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return run(function, args, kwargs or {})
+
+
+def _index(index: Any) -> Any:
+    """Lists as tensors of this device: torch moves them below the level that knows of it."""
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    return torch.tensor(index).to(NAME) if isinstance(index, list) else index
 
 
 # Memory ---------------------------------------------------------------------------------------
@@ -156,39 +169,58 @@ def peak() -> int:
 
 
 def run(function, args, kwargs):
-    name, device = str(function), kwargs.get("device")
-    flat, _ = pytree.tree_flatten((args, kwargs))
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    there = [value for value in tensors if isinstance(value, Pretend)]
-    if (
-        there
-        and name not in MOVES
-        and any(not isinstance(value, Pretend) and value.dim() for value in tensors)
-    ):
+    name, outs = _facts(function)
+    device = kwargs.get("device")
+    there: list[Pretend] = []
+    here: list[torch.Tensor] = []
+    plain_args = _plain(args, there, here)
+    plain_kwargs = {key: _plain(value, there, here) for key, value in kwargs.items()}
+    if there and here and name not in MOVES and any(value.dim() for value in here):
         raise RuntimeError(f"{name}: found operands on cpu and on {NAME}")
     wanted = torch.device(device).type == NAME if device is not None else bool(there)
     if name == "aten.copy_.default":
         wanted = isinstance(args[0], Pretend)
-    kwargs = dict(kwargs)
     if device is not None:
-        kwargs["device"] = torch.device("cpu")
+        plain_kwargs["device"] = torch.device("cpu")
     if kwargs.get("pin_memory"):
-        kwargs["pin_memory"] = False
-    plain_args, plain_kwargs = pytree.tree_map_only(
-        Pretend, lambda value: value.inner, (args, kwargs)
-    )
+        plain_kwargs["pin_memory"] = False
     with torch._C._DisableFuncTorch():  # what is held is below any transform of torch.func
         result = function(*plain_args, **plain_kwargs)
-    returns = function._schema.returns
-    if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
-        # In place, or into `out`: the result is the very tensor that was given.
-        if len(returns) == 1:
+    if outs:  # in place, or into `out`: the result is the very tensor that was given
+        if len(outs) == 1:
             return kwargs["out"] if "out" in kwargs else args[0]
-        outs = [
-            a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
         return tuple(kwargs.get(one) for one in outs)
-    return pytree.tree_map_only(torch.Tensor, Pretend, result) if wanted else result
+    return _wrapped(result) if wanted else result
+
+
+@functools.cache
+def _facts(function: Any) -> tuple[str, tuple[str, ...]]:
+    """The name of an operator, and the arguments that it writes to and returns, if it does."""
+    returns = function._schema.returns
+    if not returns or returns[0].alias_info is None or not returns[0].alias_info.is_write:
+        return str(function), ()
+    written = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return str(function), tuple(written[: len(returns)])
+
+
+def _plain(value: Any, there: list[Pretend], here: list[torch.Tensor]) -> Any:
+    """What tensors of this device hold; they and all others are noted."""
+    if isinstance(value, Pretend):
+        there.append(value)
+        return value.inner
+    if isinstance(value, torch.Tensor):
+        here.append(value)
+    elif type(value) in (list, tuple):
+        return type(value)([_plain(one, there, here) for one in value])
+    return value
+
+
+def _wrapped(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return Pretend(result)
+    if isinstance(result, list | tuple):
+        return type(result)([_wrapped(one) for one in result])
+    return result
 
 
 def install() -> None:
@@ -215,7 +247,11 @@ def _made_there(make: Any) -> Any:
 
 def main() -> None:
     install()
+    from faults import messages
+
     from atlas_cli.cli.app import main as atlas
+
+    messages.record()
 
     results = []
     for arguments in json.loads(Path(sys.argv[1]).read_text()):

@@ -25,7 +25,11 @@ STARTED = (
     "os.exec",
     "os.posix_spawn",
     "os.fork",
+    "os.forkpty",
+    "socket.bind",
     "socket.connect",
+    "socket.getaddrinfo",
+    "socket.sendto",
 )
 CHANGED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HALF, TINY_CONFIG
+from faults import messages
 
 from atlas_cli.core.compose import by_partition
 from atlas_cli.datasets.dataset import open_dataset
@@ -46,6 +48,30 @@ COMMANDS = {
     "--online prints its predictions": ("tta", *TTA),
     "hf:one two: expected hf:OWNER/NAME": ("eval", "builtin:tiny", "--data", "hf:one two"),
 }
+
+
+def test_an_error_that_nothing_produces_is_listed(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    notes, package = tmp_path / "notes", tmp_path / "package"
+    monkeypatch.setenv(messages.LOG, str(notes))
+    monkeypatch.setattr(messages, "_noted", set())
+    assert call("merge", tmp_path / "none.yaml", "-o", tmp_path / "out").code == 2
+    package.mkdir()
+    (package / "a.py").write_text(
+        'def f():\n    warn("no such recipe: x, sadly")\n    warn("no such recipe: ")\n'
+        '    raise UsageError("never")\n'
+    )
+    errors, others = messages.missing(notes, package)
+    assert errors == ["package/a.py:4: UsageError('never')"]
+    assert others == ["package/a.py:2: 'no such recipe: x, sadly'"]
+    (line,) = (s.line for s in messages.sites() if s.whole and "no such recipe" in s.words)
+    never, _ = messages.missing(notes)
+    assert len(never) > 100
+    assert f"atlas_cli/cli/console.py:{line}: UsageError(f'no such recipe: {{name}}')" not in never
+    with notes.open("a") as file:
+        file.write(json.dumps([str(package / "a.py"), 4]) + "\n")
+    assert messages.missing(notes, package)[0] == []
 
 
 def test_commands_that_contradict_themselves_are_told_so(

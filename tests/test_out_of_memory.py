@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import TIMEOUT
+from faults import messages
 from learned_runs import write_world
 
 QUICK = ["--batch-size", "8", "--epochs", "1", "--min-steps", "2", "--lr", "0.1"]
@@ -52,7 +53,7 @@ os._exit(0)  # without taking apart the threads of a device that failed
 def runs(world: Path, given: list[str], faults: int, parts: list[float]) -> tuple[int, list]:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([given, faults, parts])],
+        [sys.executable, "-c", messages.RECORD + PROGRAM, json.dumps([given, faults, parts])],
         cwd=world,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,

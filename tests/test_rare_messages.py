@@ -5,11 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import URLError
@@ -19,14 +14,15 @@ import torch
 from conftest import write_images
 from makers import random_values, write_vector
 from merge_runs import ROOMY, linear, llama, write_model, write_recipe
+from refusals import Act, check
 from safetensors.torch import save_file
+from shards import server, write_tar
 
 from atlas_cli.cli.stdin import read_stdin, spooled_stdin
 from atlas_cli.core.adapters import check_count
 from atlas_cli.datasets import from_hub, from_tars, from_torchvision
 from atlas_cli.datasets.dataset import open_dataset
 from atlas_cli.datasets.known import named_templates
-from atlas_cli.errors import AtlasError
 from atlas_cli.io.staging import check_space
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.learning import run_folder
@@ -55,21 +51,11 @@ from atlas_cli.vectors.gather import gather_by_name
 from atlas_cli.vectors.pool import Gathering, wanted
 from atlas_cli.vectors.targets import VectorTarget, check_targets
 
-Act = Callable[[], object]
 TINY = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
 
 
 def lazy(*shape: int) -> LazyTensor:
     return LazyTensor(shape, torch.float32, lambda: torch.zeros(shape))
-
-
-def check(cases: dict[str, Act]) -> None:
-    """Every act is refused with a message that has these words, in one line."""
-    for words, act in cases.items():
-        with pytest.raises(AtlasError) as raised:
-            act()
-        assert words in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def entered(context: object) -> Act:
@@ -159,43 +145,6 @@ def test_folders_and_names(tmp_path: Path):
             ),
         }
     )
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    return path
-
-
-@contextmanager
-def server(answers: dict[str, tuple[int, bytes, int]]) -> Iterator[str]:
-    """A server with an answer for each path: code, body, and the length that it announces."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            code, body, length = answers.get(self.path, (404, b"", 0))
-            self.send_response(code)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            thread.join()
 
 
 def test_shards(tmp_path: Path):
@@ -530,6 +479,10 @@ def test_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             "a/b: holds no models": lambda: listings.collected_models("a/b", "a/b", print),
         }
     )
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATLAS_CACHE", str(tmp_path / "file"))
+    said = "file/hub: cannot be written: Not a directory; set ATLAS_CACHE to a folder that can be"
+    check({said: lambda: listings.collected_models("a/b", "a/b", print)})
     assert "o/n: not a name the Hub accepts" in str(hub._explained(ValueError("x"), "o/n", None))
     assert "answers as no Hub does (KeyError: 'x')" in str(hub._strange(KeyError("x"), "o/n"))
     monkeypatch.setattr(open_clip_table.importlib.util, "find_spec", lambda name: None)
@@ -555,6 +508,12 @@ def test_lists_of_the_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             "zoo.yaml: expected the key 'sets' with keys and values": reading("sets: 3\n"),
             "mine: tasks: expected a list of names": reading(f"sets: {{mine: {SET % '3'}}}\n"),
             "mine: tasks: a task is listed twice": (reading(f"sets: {{mine: {SET % '[a, a]'}}}\n")),
+            "mine: key 'base' is missing": reading("sets: {mine: {repository: r, tasks: [a]}}\n"),
+            "mine: megabytes: expected a number": (
+                reading(f"sets: {{mine: {SET[:-1] % '[a]'}, megabytes: much}}}}\n")
+            ),
             "mine: of: there is no other set 'none'": reading("sets: {mine: {of: none}}\n"),
         }
     )
+    path.write_bytes(b"caf\xe9")
+    check({"zoo.yaml: cannot be read as UTF-8 text": zoo.read_zoo})

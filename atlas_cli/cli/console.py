@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from atlas_cli.recipes.model import AnyRecipe
 
 CLOSED = "stdout was closed before everything was written"
-_LAYOUT = "\n\t"
-_BLANKS = "\u00a0\u3000"  # spaces that Python does not count as printable
+_LAYOUT, _BLANKS = "\n\t", "\u00a0\u3000"  # Python does not count these spaces as printable
+SHOWN_COLUMNS = "ATLAS_SHOWN_COLUMNS"  # of the terminal on which another process shows stderr
 _said = [0.0]  # when stderr was last written
 _PIECE = 1 << 15  # half of what a pipe holds
 PAUSE = 25.0  # seconds without a line after which a file gets one
@@ -86,15 +85,10 @@ def open_stdout() -> Iterator[TextIO]:
         yield sys.stdout
         sys.stdout.flush()
     except OSError as problem:
-        _drop_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the close at exit
         if isinstance(problem, BrokenPipeError):
             raise ClosedError(CLOSED) from problem
         raise AtlasError(f"stdout: cannot be written: {problem.strerror}") from problem
-
-
-def _drop_stdout() -> None:
-    """Point stdout at the null device, so that closing it at exit does not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -115,6 +109,13 @@ def is_terminal(name: str = "stdout") -> bool:
     return (stream := getattr(sys, name)) is not None and bool(stream.isatty())
 
 
+def stderr_width() -> int | None:
+    """The width of the terminal that shows stderr, also by way of `atlas demo`; None of a file."""
+    if is_terminal("stderr"):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return int(os.environ.get(SHOWN_COLUMNS, 0)) or None
+
+
 # Messages ---------------------------------------------------------------------------------------
 
 
@@ -129,22 +130,22 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """Write a message to stderr, in one line behind the name of the program."""
-    line = f"atlas: {printable(text)}"
-    # A terminal would break words; but an error may end in a command, which is to be copied.
+    line = f"atlas: {printable(text)}"  # an error may end in a command, which is to be copied
     if is_terminal("stderr") and not text.startswith("error: "):
-        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        from atlas_cli.cli.terminal import fit
+
+        line = fit(line, stderr_width())
     say(line)
-
-
-def warn(text: str) -> None:
-    """Write a warning to stderr."""
-    note(f"warning: {text}")
 
 
 def warner(*, quiet: bool) -> Callable[[str], None]:
     """What writes warnings, or nothing if it is to be quiet."""
     return (lambda text: None) if quiet else warn
+
+
+def warn(text: str) -> None:
+    """Write a warning to stderr."""
+    note(f"warning: {text}")
 
 
 def tell_table(rows: Sequence[Mapping[str, str | float | None]]) -> None:
@@ -153,10 +154,10 @@ def tell_table(rows: Sequence[Mapping[str, str | float | None]]) -> None:
         {k: f"{v:.2f}" if isinstance(v, float) else printable(v or "") for k, v in row.items()}
         for row in rows
     ]
-    if is_terminal("stderr"):
+    if width := stderr_width():
         from atlas_cli.cli import terminal
 
-        return say(terminal.draw_table(found, "", sys.stderr).rstrip())
+        return say(terminal.draw_table(found, "", width, plain=True).rstrip())
     lines = [[*found[0]], *([*row.values()] for row in found)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -235,10 +236,10 @@ class Display:
     def __init__(self, *, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr is not None
         self._bar: Bar | None = None
+        self._thread: threading.Thread | None = None
         self._label, self._text = "", ""
         self._done, self._total = 0, None  # type: tuple[int, int | None]
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         self._began = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -246,7 +247,7 @@ class Display:
             from atlas_cli.cli.terminal import Bar
 
             self._bar = Bar()
-        elif self._shown:
+        elif self._shown and not stderr_width():
             self._thread = threading.Thread(target=self._write_lines, daemon=True)
             self._thread.start()
         return self
@@ -325,7 +326,6 @@ class ConsoleListener(ExitStack):
         self._training.close()
 
     def __call__(self, event: Event) -> None:
-        """Show an event."""
         from atlas_cli.learning import events  # help needs none of them
 
         match event:

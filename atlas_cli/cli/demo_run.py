@@ -18,7 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from atlas_cli import __version__
-from atlas_cli.cli import console
+from atlas_cli.cli import console, terminal
 from atlas_cli.cli.demo_story import (
     EXPERIMENTS,
     PLACE,
@@ -42,6 +42,7 @@ _SLOW = "atlas_cli.cli.warm"
 _STATE = "demo.json"
 _AT_ONCE = 2
 _RESUMABLE = ("finetune", "fit", "tta", "negate", "add")  # other commands start again
+_OVERWRITING = ("inspect",)
 
 
 def run(place: Path, *, keep: bool, force: bool, output: console.OutputOptions) -> None:
@@ -111,8 +112,7 @@ class CommandRunner:
 
     def _begin(self, line: CommandLine) -> Running:
         again = bool(line.made) and (self.place / line.made).exists()
-        option = "--resume" if line.arguments[0] in _RESUMABLE else "--force"
-        arguments = [*line.arguments, *([option] if again else [])]
+        arguments = [*line.arguments, *(going_on(line) if again else ())]
         stdout = self.place / _unfinished(line) if line.kept else None
         return begin(arguments, self.place, self.place / f".{line.name}.said", stdout)
 
@@ -136,6 +136,14 @@ class CommandRunner:
             (self.place / _unfinished(line)).replace(self.place / line.kept)
         self.done.append(str(line))
         write_text(self.place / _STATE, _state(self.done, self.total_seconds))
+
+
+def going_on(line: CommandLine) -> tuple[str, ...]:
+    """The option with which a line runs where what it makes is there, of an earlier run."""
+    command = line.arguments[0]
+    if command in _OVERWRITING:
+        return ()
+    return ("--resume",) if command in _RESUMABLE else ("--force",)
 
 
 class Story:
@@ -275,7 +283,7 @@ def _cell(value: str | float) -> str:
 
 def _say(text: str) -> None:
     if text:
-        console.say(text)
+        console.say(terminal.fit(text, console.stderr_width()))
 
 
 def _mute(text: str) -> None:
@@ -310,7 +318,10 @@ def begin(arguments: Sequence[str], place: Path, said: Path, printed: Path | Non
     """Run `atlas ARGUMENTS` in a folder, on one core; `printed` takes its stdout."""
     files = (str(printed.resolve()) if printed else os.devnull, str(said.resolve()))
     os.environ["OMP_NUM_THREADS"] = "1"
-    process = _context().Process(target=_run, args=(tuple(arguments), str(place), *files))  # type: ignore[attr-defined]
+    columns = console.stderr_width()
+    process = _context().Process(  # type: ignore[attr-defined]
+        target=_run, args=(tuple(arguments), str(place), *files, columns)
+    )
     process.start()
     return Running(process, said)
 
@@ -334,13 +345,17 @@ def _context() -> BaseContext:
     return context
 
 
-def _run(arguments: tuple[str, ...], place: str, printed: str, said: str) -> None:
+def _run(
+    arguments: tuple[str, ...], place: str, printed: str, said: str, columns: int | None
+) -> None:
     """Run a command in this new process, in its own folder and with its own files."""
     import multiprocessing
 
     _end_with_parent()
     multiprocessing.set_start_method(None, force=True)  # as in any process, not as for this one
     os.chdir(place)
+    if columns:
+        os.environ[console.SHOWN_COLUMNS] = str(columns)
     for number, path in ((1, printed), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
     sys.exit(importlib.import_module(_COMMANDS).main(arguments))

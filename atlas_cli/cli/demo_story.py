@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class CommandLine:
 
     def __str__(self) -> str:
         kept = f" > {self.kept}" if self.kept else ""
-        return f"atlas {' '.join(self.arguments)}{kept}"
+        return f"atlas {shlex.join(self.arguments)}{kept}"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,13 @@ Init = Annotated[
 ]
 RankBy = Annotated[
     str | None,
-    typer.Option("--rank-by", metavar="HOW", help="greedy (default), gradient or random."),
+    typer.Option(
+        "--rank-by", metavar="HOW", help="greedy (default), gradient, features or random."
+    ),
+]
+ImagesOf = Annotated[
+    list[str] | None,
+    typer.Option(metavar="VECTOR=DATA", help="What a vector was learned from, for features."),
 ]
 RankOnly = Annotated[
     bool, typer.Option("--rank-only", help="Show what would be kept, and learn nothing.")
@@ -85,6 +91,7 @@ def fit(
     budget: Budget = None,
     keep_vectors: KeepVectors = None,
     rank_by: RankBy = None,
+    images_of: ImagesOf = None,
     rank_only: RankOnly = False,
     **shared: Any,
 ) -> None:
@@ -110,6 +117,7 @@ def fit(
         "budget": budget,
         "keep_vectors": keep_vectors,
         "rank_by": rank_by,
+        "images_of": images_of,
     }
     needed = () if adapter else ("vectors",)
     flags, options, output = learning_options(shared, own)

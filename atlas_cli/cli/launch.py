@@ -19,6 +19,7 @@ from atlas_cli.io.staging import temporary_folder
 COMMANDS = ("eval", "fit", "negate", "add", "tta", "finetune")
 _INTERRUPTED = 130
 _LAUNCHER = "ATLAS_LAUNCHER"  # the process that started the ranks of this machine
+_LAST_SECONDS = 20.0  # in which a rank may save its run; torch's launcher kills it after 30
 _OUTPUTS = ("-o", "--output", "--predictions", "--vector", "--vectors-dir")
 
 
@@ -61,6 +62,7 @@ def as_rank(given: Sequence[str], main: Callable[[Sequence[str]], int]) -> int:
         return main(rest)
     parent = int(os.environ.get(_LAUNCHER) or os.getppid())
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _end_when_terminated()
     from atlas_cli.learning import ranks
 
     device = rest[rest.index("--device") + 1] if "--device" in rest[:-1] else "auto"
@@ -91,6 +93,26 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(128 + signal.SIGTERM)  # it waits for a peer that is gone as well
+
+
+def _end_when_terminated() -> None:
+    """See to it that SIGTERM ends this process also while it waits for a peer.
+
+    A handler in Python runs only once torch gives control back, which may take until a time-out.
+    torch's launcher would kill the process before that, and take this for the cause. The bytes of
+    the pipe are written by the handler in C.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        time.sleep(_LAST_SECONDS)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _joined(device: str, rest: list[str], main: Callable[..., int]) -> int:

@@ -233,6 +233,9 @@ Precision = Annotated[
         callback=_check_precision,
     ),
 ]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the passes by torch.compile, where it can.")
+]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
@@ -306,6 +309,7 @@ _RUN_OPTIONS: dict[str, Any] = {
     "shard_vectors": ShardVectors,
     "precision": Precision,
     "device_memory": DeviceMemory,
+    "compile": Compile,
     "keep_downloads": KeepDownloads,
     "log": _option(
         list[str],
@@ -321,7 +325,7 @@ _RUN_OPTIONS: dict[str, Any] = {
 _ACCESS: dict[str, Any] = {"launch": Launch, "data_root": DataRoot, "download": Download}
 _DEFAULTS: dict[str, Any] = {"device": "auto", "precision": "auto"}
 _SWITCHES = {"linearised", "resume", "force", "download", "keep_downloads", "as_json", "quiet"}
-_SWITCHES |= {"verbose", "skip_broken", "shard_vectors"}
+_SWITCHES |= {"verbose", "skip_broken", "shard_vectors", "compile"}
 
 
 def learning_command(

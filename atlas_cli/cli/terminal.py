@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,7 +19,12 @@ if TYPE_CHECKING:
     from atlas_cli.learning.results import LearningResult
 
 _FOLDED, _BETWEEN = 6, 2  # characters: of a folded column at least, between two columns
+_WHOLE = 12  # characters of a cell that are cut only if there is no other way
 _NARROW = 70  # columns below which a bar leaves out numbers
+_WORD = r"""(?:'[^']*'|"[^"]*"|\S)+"""
+_ARGUMENT = re.compile(
+    f"(?:-{_WORD}|>) (?![->]){_WORD}|{_WORD}"
+)  # an option stays with its first value
 
 
 def _no_color() -> bool | None:
@@ -25,21 +32,52 @@ def _no_color() -> bool | None:
     return bool(os.environ.get("NO_COLOR")) or None
 
 
+def fit(text: str, width: int | None) -> str:
+    """Lines broken between words. What follows `$` can still be copied, and `#` is repeated."""
+    if width is None:
+        return text
+    return "\n".join(_fit_line(line, width) for line in text.split("\n"))
+
+
+def _fit_line(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    if not line.startswith("$ "):
+        indent = "# " if line.startswith("# ") else "  "
+        return textwrap.fill(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    rows = [""]
+    for word in _ARGUMENT.findall(line):
+        if len(rows[-1]) + len(word) + len("  \\") > width and rows[-1].strip(" $"):
+            rows.append("   ")
+        rows[-1] += f" {word}" if rows[-1] else word
+    return " \\\n".join(rows)
+
+
 # Tables ---------------------------------------------------------------------------------------
 
 
 def draw_table(
-    rows: Sequence[Mapping[str, str]], caption: str, stream: TextIO | None = None
+    rows: Sequence[Mapping[str, str]],
+    caption: str,
+    width: int | None = None,
+    *,
+    plain: bool = False,
 ) -> str:
-    """Rows as a table for stdout or another stream. A column without any text is left out."""
+    """Rows as a table, with colours unless it is plain. A column without any text is left out."""
     from rich.console import Console
 
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     console = Console(
         file=io.StringIO(),
-        force_terminal=stream is None,  # messages have no colours
+        force_terminal=not plain,
         no_color=_no_color(),
-        width=_width(stream or sys.stdout),
+        width=width or _width_of(sys.stdout),
     )
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
     if least <= console.width:
@@ -51,7 +89,7 @@ def draw_table(
     return drawn
 
 
-def _width(stream: TextIO) -> int | None:
+def _width_of(stream: TextIO) -> int | None:
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
@@ -121,7 +159,10 @@ def _below_each_other(
     table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
     table.add_column("", overflow="fold", style="bold")
     table.add_column("", overflow="fold")
-    room = width - max(map(len, columns)) - 7  # blanks around and between the two
+    blanks = 7  # around and between the two
+    longest_word = max(len(word) for name in columns for word in name.split())
+    room = width - blanks - max(map(len, columns))
+    room = max(room, min(_WHOLE, width - blanks - longest_word))  # rather a name in two lines
     for row in rows:
         for name in columns:
             if row[name]:

@@ -7,9 +7,12 @@ all, so this is what a block is worth.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from atlas_cli.core.packed import FEW, packed_bytes
@@ -19,6 +22,7 @@ from atlas_cli.core.storage import is_matrix
 KEPT = {"int2": 0.88, "int4": 0.99}
 STORED = "stored"  # as the vector's file has it
 _LEVELS = (*KEPT, STORED)
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Slopes:
 
     `slopes` are <G, tau>, `squares` |tau|^2, `bytes` what a block takes as it is stored; they are 0
     where a vector lacks a block. `samples` are values of some elements of every block, the same
-    ones of all vectors: angles are estimated from them.
+    ones of all vectors: angles are estimated from them. `similarities`, (vectors,), tell how alike
+    the images of a vector and those that are learned from look to the base.
     """
 
     names: tuple[str, ...]
@@ -36,16 +41,17 @@ class Slopes:
     squares: torch.Tensor
     bytes: torch.Tensor
     samples: Sequence[dict[str, torch.Tensor]]
+    similarities: torch.Tensor | None = None
 
     def cosines(self, block: int) -> torch.Tensor:
         """The angles between the vectors in one block, (vectors, vectors)."""
         name, count = self.names[block], len(self.samples)
         there = [n for n in range(count) if name in self.samples[n]]
         found = torch.zeros(count, count, dtype=torch.float64)
-        stacked = torch.stack([self.samples[n][name].double() for n in there])
+        stacked = torch.stack([self.samples[n][name].float() for n in there])
         stacked = torch.nn.functional.normalize(stacked, dim=1)
         places = torch.tensor(there)
-        found[places[:, None], places] = stacked @ stacked.T
+        found[places[:, None], places] = (stacked @ stacked.T).double()
         return found
 
     @property
@@ -82,82 +88,101 @@ def by_greed(pool: Slopes, budget: Budget) -> list[Pick]:
     """
     blocks = [_Block(pool, number, budget) for number in range(len(pool.names))]
     left = budget.bytes if budget.bytes is not None else int(pool.bytes.sum().item())
+    # The best offer of every block. Only a pick changes what its block offers, and what is left
+    # only shrinks: an offer that no longer fits is replaced when its turn comes.
+    offers = [block.offer(left) for block in blocks]
+    heapq.heapify(offers)
     picks: dict[tuple[int, int], Pick] = {}
-    while True:
-        offers = [(block.best(left), number) for number, block in enumerate(blocks)]
-        (worth, vector), number = max(offers)
-        if worth <= 0:
-            return list(picks.values())
-        found = blocks[number].take(vector)
-        before = picks.get((vector, number))
-        left -= found.bytes - (before.bytes if before else 0)
-        picks[vector, number] = found
+    while offers:
+        offer = heapq.heappop(offers)
+        if offer.worth <= 0:
+            break
+        block = blocks[offer.block]
+        if offer.bytes <= left:
+            left -= offer.bytes
+            picks[offer.vector, offer.block] = block.take(offer.vector)
+        heapq.heappush(offers, block.offer(left))
+    return list(picks.values())
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The best next step of a block: how many bytes it takes, and its gain per byte."""
+
+    worth: float
+    vector: int
+    block: int
+    bytes: int
+
+    def __lt__(self, other: _Offer) -> bool:
+        """Whether it comes first."""
+        return (self.worth, self.vector, self.block) > (other.worth, other.vector, other.block)
 
 
 class _Block:
-    """One block of all vectors, while blocks are being picked."""
+    """One block of all vectors, while blocks are being picked. Arrays have one item per vector."""
 
     def __init__(self, pool: Slopes, number: int, budget: Budget) -> None:
-        self.number, self._most = number, budget.vectors
-        self._slopes = pool.slopes[:, number].clone()
-        self._squares = pool.squares[:, number]
-        self._angles = pool.cosines(number)
-        self._level = torch.full((len(self._slopes),), -1)
-        self._gain = torch.zeros_like(self._slopes)
-        stored = pool.bytes[:, number]
+        self.number, self._most, self._pool = number, budget.vectors, pool
+        self._slopes = pool.slopes[:, number].numpy().copy()
+        self._squares = pool.squares[:, number].numpy()
+        stored = pool.bytes[:, number].numpy()[:, None]
         shape = pool.shapes[pool.names[number]]
-        few = [packed_bytes(shape, FEW[word]) for word in KEPT]
-        columns = [torch.full_like(stored, size) for size in few]
-        self._bytes = torch.stack([*columns, stored], dim=1)
-        self._kept = torch.tensor([*KEPT.values(), 1.0], dtype=torch.float64).repeat(len(stored), 1)
+        few = np.array([packed_bytes(shape, FEW[word]) for word in KEPT])
+        sizes = np.broadcast_to(few, (len(stored), len(few)))
+        shares = np.broadcast_to([*KEPT.values()], sizes.shape)
         # Few bits are for matrices that have more, and only bytes need saving.
-        plain = self._bytes >= stored[:, None]
+        plain = sizes >= stored
         if not is_matrix(shape) or budget.bytes is None:
-            plain[:] = True
-        self._bytes = torch.where(plain, stored[:, None], self._bytes)
-        self._kept = torch.where(plain, 1.0, self._kept)
-        self._offer: tuple[float, int] | None = None
-        self._offer_bytes = 0
+            plain = np.ones_like(plain)
+        # What a vector takes and keeps of |tau|^2 at every level of bits.
+        self._bytes = np.hstack([np.where(plain, stored, sizes), stored])
+        self._shares = np.hstack([np.where(plain, 1.0, shares), np.ones_like(stored)])
+        self._level = np.full(len(stored), -1)
+        self._gain = self._gains()
+        self._more_bytes, self._more_share = self._bytes[:, 0].copy(), self._shares[:, 0].copy()
 
-    def best(self, left: int) -> tuple[float, int]:
-        """The gain per byte of the best next step that fits, and the vector it is for."""
-        if self._offer is None or self._offer_bytes > left:
-            self._offer = self._find(left)
-        return self._offer
+    def _gains(self) -> np.ndarray:
+        found: np.ndarray = self._slopes**2 / np.maximum(self._squares, _TINY)
+        return found
 
-    def _find(self, left: int) -> tuple[float, int]:
-        fresh = self._level < 0
-        following = (self._level + 1).clamp(max=len(_LEVELS) - 1)[:, None]
-        size = self._bytes.gather(1, following)[:, 0]
-        kept = self._kept.gather(1, following)[:, 0]
-        now = self._level.clamp(min=0)[:, None]
-        size = torch.where(fresh, size, size - self._bytes.gather(1, now)[:, 0])
-        kept = torch.where(fresh, kept, kept - self._kept.gather(1, now)[:, 0])
-        gain = torch.where(fresh, self._slopes**2 / self._squares.clamp(min=1e-300), self._gain)
-        usable = (self._squares > 0) & (size > 0) & (size <= left)
-        if self._most is not None and int((~fresh).sum()) >= self._most:
-            usable &= ~fresh
-        worth = torch.where(usable, gain * kept / size.clamp(min=1), 0.0)
-        vector = int(worth.argmax().item())
-        self._offer_bytes = int(size[vector].item())
-        return worth[vector].item(), vector
+    @cached_property
+    def _angles(self) -> np.ndarray:
+        return self._pool.cosines(self.number).numpy()
+
+    def offer(self, left: int) -> _Offer:
+        """The best gain per byte of a next step that fits; 0 if there is none."""
+        worth = self._gain * self._more_share / np.maximum(self._more_bytes, 1.0)
+        usable = (self._squares > 0) & (self._more_bytes > 0) & (self._more_bytes <= left)
+        if self._most is not None and (kept := self._level >= 0).sum() >= self._most:
+            usable &= kept
+        worth = np.where(usable, worth, 0.0)
+        vector = int(worth.argmax())
+        return _Offer(float(worth[vector]), vector, self.number, int(self._more_bytes[vector]))
 
     def take(self, vector: int) -> Pick:
         """Keep a vector here, or give it more bits."""
-        self._offer = None
         if self._level[vector] < 0:
-            slope, square = self._slopes[vector].clone(), self._squares[vector]
-            self._gain[vector] = slope**2 / square
-            lengths = (self._squares * square).sqrt()
-            self._slopes = self._slopes - slope / square * self._angles[vector] * lengths
-        self._level[vector] += 1
-        level = int(self._level[vector])
-        size = int(self._bytes[vector, level].item())
-        while level + 1 < len(_LEVELS) and self._bytes[vector, level + 1] == size:
+            self._deflate(vector)
+        sizes, shares = self._bytes[vector], self._shares[vector]
+        level = int(self._level[vector]) + 1
+        while level + 1 < len(_LEVELS) and sizes[level + 1] == sizes[level]:
             level += 1  # not in fewer bits than it is stored in
         self._level[vector] = level
-        gain = (self._gain[vector] * self._kept[vector, level]).item()
-        return Pick(vector, self.number, _LEVELS[level], size, gain)
+        last = level + 1 == len(_LEVELS)
+        self._more_bytes[vector] = 0 if last else sizes[level + 1] - sizes[level]
+        self._more_share[vector] = 0 if last else shares[level + 1] - shares[level]
+        gain = float(self._gain[vector] * shares[level])
+        return Pick(vector, self.number, _LEVELS[level], int(sizes[level]), gain)
+
+    def _deflate(self, vector: int) -> None:
+        """Take the component along a vector out of the gradient; what is kept has its gain."""
+        slope, square = self._slopes[vector], self._squares[vector]
+        lengths = np.sqrt(self._squares * square)
+        self._slopes = self._slopes - slope / square * self._angles[vector] * lengths
+        fresh = self._level < 0
+        fresh[vector] = False
+        self._gain = np.where(fresh, self._gains(), self._gain)
 
 
 def by_gradient(pool: Slopes, budget: Budget) -> list[Pick]:
@@ -170,11 +195,21 @@ def by_gradient(pool: Slopes, budget: Budget) -> list[Pick]:
 def by_chance(pool: Slopes, budget: Budget) -> list[Pick]:
     """Whole vectors in a random order, as stored."""
     random = torch.Generator().manual_seed(budget.seed)
-    order = torch.randperm(len(pool.slopes), generator=random).tolist()
-    pairs = [(vector, block) for vector in order for block in range(len(pool.names))]
-    chosen = order[: budget.vectors] if budget.vectors is not None else order
-    within = replace(budget, vectors=None)
-    return _until_full(pool, [pair for pair in pairs if pair[0] in chosen], within)
+    return _whole(pool, torch.randperm(len(pool.slopes), generator=random), budget)
+
+
+def by_features(pool: Slopes, budget: Budget) -> list[Pick]:
+    """Whole vectors whose images look most like those that are learned from, as stored."""
+    if pool.similarities is None:
+        raise ValueError("the images of the vectors are not known")
+    return _whole(pool, pool.similarities.argsort(descending=True, stable=True), budget)
+
+
+def _whole(pool: Slopes, order: torch.Tensor, budget: Budget) -> list[Pick]:
+    """Whole vectors in an order, for as long as their blocks fit."""
+    chosen = order.tolist()[: budget.vectors]
+    pairs = [(vector, block) for vector in chosen for block in range(len(pool.names))]
+    return _until_full(pool, pairs, replace(budget, vectors=None))
 
 
 def _until_full(pool: Slopes, pairs: Sequence[tuple[int, int]], budget: Budget) -> list[Pick]:
@@ -194,5 +229,6 @@ def _until_full(pool: Slopes, pairs: Sequence[tuple[int, int]], budget: Budget) 
 RANKINGS: dict[str, Callable[[Slopes, Budget], list[Pick]]] = {
     "greedy": by_greed,
     "gradient": by_gradient,
+    "features": by_features,
     "random": by_chance,
 }

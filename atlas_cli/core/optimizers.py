@@ -12,6 +12,10 @@ from atlas_cli.core.losses import penalty
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER = ("scale", "_growth_tracker")
+_HIGH, _FAR = 1.0, 3.0  # above twice the first loss
+_PATIENCE = 8  # high losses in a row
+_HALVINGS = 20
+_GOOD = "good."
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class OptimizerConfig:
     `schedule` is cosine (half a cosine, from the rate to zero) or constant; before it, the rate
     rises over `warmup` steps. Coefficients beyond `low` or `high` count as these bounds, and get
     no gradient: only the decay moves them back. `sharp` asks for sharpness-aware SGD instead of
-    AdamW.
+    AdamW. `backs_off` says that a loss far above the first one sends coefficients back.
     """
 
     rate: float = 0.1
@@ -33,6 +37,7 @@ class OptimizerConfig:
     warmup: int = 0
     warmup_share: float = 0.0  # of all steps, where `warmup` is not given
     sharp: bool = False
+    backs_off: bool = False
     low: float = -math.inf
     high: float = math.inf
 
@@ -51,7 +56,17 @@ class OptimizerConfig:
         return coefficients.detach().clamp(self.low, self.high)
 
 
-class _Adam:
+class _Onward:
+    """An optimizer that never goes back."""
+
+    back_to: int | None = None
+
+    def goes_back(self, loss: float) -> bool:
+        """Whether a loss at the values sent them back to where they were good: never here."""
+        return False
+
+
+class _Adam(_Onward):
     """AdamW on named tensors, which it changes in place."""
 
     def __init__(
@@ -146,6 +161,9 @@ class CoefficientOptimizer(_Adam):
         tensors = {"coefficients": start.clone()}
         super().__init__(tensors, steps, optimizer_config, scaled=scaled, fused=False)
         self.coefficients = self._leaves["coefficients"]
+        self._first, self._above = math.nan, 0  # the first loss, and how many were high since
+        self._halvings = 0
+        self._good: dict[str, torch.Tensor] = {}
 
     @property
     def values(self) -> torch.Tensor:
@@ -163,6 +181,54 @@ class CoefficientOptimizer(_Adam):
             self.coefficients.copy_(self._start)
         self._optimizer.state.clear()
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return super().rate * 0.5**self._halvings
+
+    @property
+    def base_rate(self) -> float:
+        """The rate that the schedule begins with."""
+        return self._config.rate * 0.5**self._halvings
+
+    def goes_back(self, loss: float) -> bool:
+        """Whether a loss sent the coefficients back to where it was last no worse than at first.
+
+        It does so where it is no number, beyond 2 |first| + 3, or beyond 2 |first| + 1 eight times
+        in a row: losses of single batches differ, and a high rate may overshoot at first. The rate
+        is halved, and the count of steps goes on.
+        """
+        self.back_to = None
+        if not self._config.backs_off:
+            return False
+        if not self._good:
+            self._first = loss
+        rise = loss - 2 * abs(self._first)
+        self._above = self._above + 1 if rise > _HIGH else 0
+        if rise <= _FAR and self._above < _PATIENCE:  # false of NaN
+            if loss <= self._first and not self._is_good:
+                self._good = {name: tensor.clone() for name, tensor in super().state().items()}
+            return False
+        if not self._good or self._halvings == _HALVINGS:
+            return False
+        number, self._halvings, self._above = self.number + 1, self._halvings + 1, 0
+        self.back_to = int(self._good["number"].item())
+        if not any(name.startswith("step.") for name in self._good):
+            self._optimizer.state.clear()  # before the first step there were no moments
+        super().restore(self._good)
+        self.number = number
+        return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it went back, and no step since the first has been any good."""
+        return self._halvings > 0 and int(self._good["number"].item()) == 0
+
+    @property
+    def _is_good(self) -> bool:
+        """Whether the values are those to which it would go back."""
+        return bool(self._good) and torch.equal(self.coefficients, self._good["coefficients"])
+
     def _regularise(self) -> None:
         if self._config.penalty_weight and self.coefficients.grad is not None:
             loss = self._config.penalty_weight * penalty(
@@ -172,7 +238,21 @@ class CoefficientOptimizer(_Adam):
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that the next step depends on: copies."""
-        return {name: tensor.clone() for name, tensor in super().state().items()}
+        found = {name: tensor.clone() for name, tensor in super().state().items()}
+        if self._good:
+            found |= {f"{_GOOD}{name}": tensor for name, tensor in self._good.items()}
+            found["first"] = torch.tensor(self._first, dtype=torch.float64)
+            found["halvings"] = torch.tensor(self._halvings)
+            found["above"] = torch.tensor(self._above)
+        return found
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().restore(state)
+        if "halvings" in state:
+            self._first, self._above = state["first"].item(), int(state["above"].item())
+            self._halvings = int(state["halvings"].item())
+            kept = {name: tensor for name, tensor in state.items() if name.startswith(_GOOD)}
+            self._good = {name[len(_GOOD) :]: tensor.clone() for name, tensor in kept.items()}
 
 
 class WeightOptimizer(_Adam):
@@ -207,7 +287,7 @@ _MOMENTUM = 0.9
 _TINY = 1e-12
 
 
-class SharpnessAwareOptimizer:
+class SharpnessAwareOptimizer(_Onward):
     """Sharpness-aware SGD, which takes two gradients per step.
 
     The first, g, moves coefficients w up to w + radius * g / |g|; along the second, taken there,

@@ -295,6 +295,8 @@ class _Streamed:
 
 # The client -----------------------------------------------------------------------------------
 
+_WITHOUT_FILES = {"DataFilesNotFoundError", "EmptyDatasetError"}  # of `datasets`
+
 
 def _builder(parsed: _Address) -> Any:
     """What `datasets` knows of a dataset before it reads any of its rows."""
@@ -310,9 +312,12 @@ def _builder(parsed: _Address) -> Any:
     datasets.logging.set_verbosity_error()
     if sys.stderr is None or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    builder = datasets.load_dataset_builder(parsed.name, parsed.config)
-    if not builder.config.data_files:
-        raise DataError(f"{parsed.text}: has no files that `datasets` reads")
+    try:
+        builder = datasets.load_dataset_builder(parsed.name, parsed.config)
+    except FileNotFoundError as problem:
+        if type(problem).__name__ not in _WITHOUT_FILES:
+            raise
+        raise DataError(f"{parsed.text}: has no files that `datasets` reads") from problem
     return builder
 
 

@@ -332,6 +332,7 @@ def _get(address: str, method: str = "GET") -> IO[bytes]:
             found: IO[bytes] = urlopen(request, timeout=_TIMEOUT)  # noqa: S310
             return found
         except HTTPError as problem:
+            problem.close()  # it is the answer as well, and holds its connection
             if problem.code == 404:
                 raise FileNotFoundError(address) from problem
             raise UnreachableError(f"{address}: the server answered {problem.code}") from problem

@@ -125,8 +125,11 @@ def _open(text: str, make: Any, arguments: Mapping[str, Any]) -> Any:
         _make_folder(root)
     with _explained(text, name), contextlib.redirect_stdout(sys.stderr):
         for place in places[:1] if fetch else places:
-            with contextlib.suppress(RuntimeError, FileNotFoundError, NotADirectoryError):
+            try:
                 return make(str(place), **arguments, **fetch)
+            except (RuntimeError, FileNotFoundError, NotADirectoryError) as problem:
+                if isinstance(lacking := problem.__context__, ModuleNotFoundError):
+                    raise lacking from None  # how PCAM and StanfordCars say it
     way_out = "--download fetches it, --data-root names another folder"
     if fetch or not _can_download(make):
         way_out = "torchvision cannot download it; --data-root names another folder"

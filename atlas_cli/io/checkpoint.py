@@ -110,16 +110,19 @@ class _Stored:
             file.seek(self.place.start + start * self.dtype.itemsize)
             while len(room):
                 if not (count := file.readinto(room)):
-                    raise CheckpointError(f"{self.path}: ended while it was being read")
+                    raise self._changed()
                 room = room[count:]
         return values
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(f"{self.path}: changed while it was being read")
 
     @contextmanager
     def _opened(self) -> Iterator[FileIO]:
         """The file, if it is still the one whose header was read."""
         with _explained(self.path), FileIO(self.path) as file:
             if _stamp(file) != self.place.stamp:
-                raise CheckpointError(f"{self.path}: changed while it was being read")
+                raise self._changed()
             yield file
 
 

@@ -34,6 +34,7 @@ except ImportError:  # Windows has no flock: two writers of one folder go unnoti
     fcntl = None  # type: ignore[assignment]
 
 OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+LOCK = ".atlas.lock"
 STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
 
 
@@ -198,18 +199,19 @@ class FolderLock:
     def take(self) -> None:
         """Lock the folder until `release`, or until the process ends. Raises AtlasError."""
         handle = os.open(self._path, OPEN, 0o666)
+        same = False
         try:
             self._refuse_others(handle)
-            removed = not self._path.exists() or not os.path.samestat(
-                os.fstat(handle), self._path.stat()
-            )
+            same = self._path.exists() and os.path.samestat(os.fstat(handle), self._path.stat())
             os.ftruncate(handle, 0)
             os.lseek(handle, 0, os.SEEK_SET)
             os.write(handle, f"{os.getpid()} {platform.node()}\n".encode())
         except (AtlasError, OSError):
+            with contextlib.suppress(OSError):
+                self._path.unlink() if same else None  # an empty lock would stay for good
             os.close(handle)
             raise
-        if removed:  # by its last holder, between opening and locking it here
+        if not same:  # removed by its last holder, between opening and locking it here
             os.close(handle)
             self.take()
         else:
@@ -227,6 +229,8 @@ class FolderLock:
                 os.close(handle)
 
     def _refuse_others(self, handle: int) -> None:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):  # to read from a pipe is to wait
+            raise AtlasError(f"{self._path}: is in the way, and is no file; remove it")
         free = hold(handle) or fcntl is None
         process, _, host = os.read(handle, 300).decode("utf-8", "replace").strip().partition(" ")
         here = host in ("", platform.node())
@@ -244,9 +248,6 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
             os.close(handle)
-
-
-LOCK = ".atlas.lock"
 
 
 # Digests --------------------------------------------------------------------------------------

@@ -38,20 +38,40 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     What a run that was killed left is put right first: a folder that it was about to replace gets
     its name back, and all else is removed.
     """
-    home, prefix = folder.absolute().parent, f".{folder.name}.atlas-"
-    for path in home.iterdir():
-        if path.name.startswith(prefix) and path.name.endswith(_PART):
-            _remove_stale(path)
-        elif path.name.startswith(prefix) and path.name.endswith(_OLD):
-            _restore(path, folder)
+    _put_right(folder)
+    home, prefix = folder.absolute().parent, _prefix(folder)
     temporary = Path(tempfile.mkdtemp(dir=home, prefix=prefix, suffix=_PART))
-    handle = _hold_folder(temporary)
+    handle = None
     try:
+        handle = _hold_folder(temporary)
         yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         if handle is not None:
-            os.close(handle)
+            os.close(handle)  # first: the last descriptor may be needed to remove the folder
+        remove(temporary)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of ours, as far as possible; one free descriptor is enough."""
+    shutil.rmtree(folder, ignore_errors=True)  # which needs a few of them
+    for place, _, files in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            for name in files:
+                Path(place, name).unlink()
+            Path(place).rmdir()
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.atlas-"
+
+
+def _put_right(folder: Path) -> None:
+    """Remove or give back what runs that were killed left beside a folder."""
+    for path in folder.absolute().parent.iterdir():
+        if path.name.startswith(_prefix(folder)) and path.name.endswith(_PART):
+            _remove_stale(path)
+        elif path.name.startswith(_prefix(folder)) and path.name.endswith(_OLD):
+            _restore(path, folder)
 
 
 def exchange(temporary: Path, folder: Path) -> None:
@@ -79,7 +99,7 @@ def _settle(aside: Path, folder: Path) -> None:
     if not os.path.lexists(folder):
         aside.rename(folder)
     else:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
 
 
 def _restore(aside: Path, folder: Path) -> None:
@@ -189,10 +209,15 @@ class StagingFolder:
 
     def abandon(self) -> None:
         """Remove all that was written."""
-        if fcntl is None:  # Windows removes no open file
+        self._discard()
+
+    def _discard(self) -> None:
+        """Remove the staging folder under another name: a kill leaves no half of it in the way."""
+        if fcntl is None:  # Windows renames no folder of open files
             self.close()
-        shutil.rmtree(self._home, ignore_errors=True)
-        self.close()
+        aside = _renamed(self._home, self.target)
+        self.close()  # all descriptors are free, and the name is another's
+        remove(aside)
 
     def finish(self) -> None:
         """Give the folder its name; a folder that is replaced goes last.
@@ -204,8 +229,16 @@ class StagingFolder:
         if self.target.exists():
             self.target.rename(self._home / _REPLACED)
         self.folder.rename(self.target)
-        shutil.rmtree(self._home, ignore_errors=True)
-        self.close()
+        self._discard()
+
+
+def _renamed(home: Path, target: Path) -> Path:
+    """The new name of a staging folder that is to be removed; the next run knows it."""
+    aside = home.with_name(f"{_prefix(target)}{os.getpid()}-{time.time_ns()}{_PART}")
+    try:
+        return home.rename(aside)
+    except OSError:
+        return home
 
 
 def staging_home(target: Path) -> Path:
@@ -245,6 +278,8 @@ def recover(target: Path) -> None:
     If the new one has its name already, the rest of the staging folder is removed.
     """
     home = staging_home(target)
+    with contextlib.suppress(OSError):  # what cannot be looked at is told when it is written
+        _put_right(target)
     if not os.path.lexists(home):
         return
     check_staging(target)
@@ -257,7 +292,7 @@ def recover(target: Path) -> None:
         if replaced.is_dir() and not os.path.lexists(target):
             replaced.rename(target)
         elif target.is_dir() and not (home / MODEL).exists():
-            shutil.rmtree(home, ignore_errors=True)
+            remove(_renamed(home, target))
     finally:
         if journal is not None:
             os.close(journal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from atlas_cli.datasets.pixels import MILD, Pixels
 from atlas_cli.errors import UsageError
 from atlas_cli.models.clip import Classifier, logits_of
 from atlas_cli.models.composed import ComposedModel, FunctionalModel, LossOf
+from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import find_objective
 
 if TYPE_CHECKING:
@@ -37,6 +39,41 @@ class TrainingConfig:
     seed: int = 0
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of training. `number` counts from 1; accuracy is on the batch it was taken with.
+
+    `back_to` is told of a step whose loss sent the values back to what they were after that step.
+    """
+
+    number: int
+    epoch: int
+    loss: float
+    accuracy: float
+    rate: float
+    back_to: int | None = None
+
+    def __str__(self) -> str:
+        """What may surprise; nothing if it is a step like others."""
+        if self.back_to is None:
+            return ""
+        where = f"as after step {self.back_to}" if self.back_to else "as at the start"
+        rate = f"goes on {where} at half the rate, {self.rate / 2:g}"
+        return f"step {self.number}: the loss rose to {self.loss:.3g}; {rate}"
+
+    def row(self, measure: str) -> dict[str, object]:
+        """The step as a row of metrics.jsonl, where `measure` is what the accuracy is called.
+
+        A file of rows has no head that could name the unit, so the key does.
+        """
+        found = dataclasses.asdict(self)
+        share = found.pop("accuracy")
+        if found["back_to"] is None:
+            del found["back_to"]
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {**found, "loss": loss, f"{measure}_percent": as_percent(share)}
 
 
 def generator_of(seed: int, *what: object) -> torch.Generator:

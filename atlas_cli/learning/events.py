@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from atlas_cli.learning.batches import Step
     from atlas_cli.learning.finetune import Finetuned
-    from atlas_cli.learning.loop import Step
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from atlas_cli.sources.locate import locate, parse_reference
 from atlas_cli.vectors.targets import VectorTarget, check_targets
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.loop import Step
+    from atlas_cli.learning.batches import Step
     from atlas_cli.learning.weights import FinetuneCheckpoint, WeightTrainer
     from atlas_cli.recipes.finetune import FinetuneRecipe
 
@@ -225,7 +225,7 @@ def _finetune(
     on_event(PhaseStarted("opening the model"))
     with (
         prepared_trainer(inputs, warner(on_event)) as trainer,
-        open_folder(task.folder, trainer.config, options) as folder,
+        open_folder(task.folder, trainer.config, options, inputs.recipe) as folder,
     ):
         device = f"device: {trainer.clip.device}; threads: {inputs.options.cores}"
         on_event(Planned((_plan(task, trainer),), (device,)))

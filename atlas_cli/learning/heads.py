@@ -113,14 +113,20 @@ def completed(setup: Setup, selection: Selection, name: str, stage: str) -> Sele
 # Which head, decided by cross-validation on the shots ------------------------------------------
 
 JOINT = "probe"  # what `auto` trains with the coefficients
-KEPT, PLAIN = "joint", "text"  # candidates beside refitted heads: that head, and the zero-shot head
+# Candidates beside refitted heads: the mean of that head and of the same one refitted, and the
+# zero-shot head.
+MEAN, PLAIN = "mean", "text"
 _REFITTED = ("probe", "lpp", "tip-f")
 Candidate = tuple[bool, str]  # with coefficients or on the base, and the head
 
 
 @dataclass(frozen=True)
 class Validated(Policy):
-    """Score what a training pass comes to on folds, then train on everything as long."""
+    """Score what training comes to on folds, train on everything, and keep the mean of all passes.
+
+    The passes differ only in which images they saw. Values are averaged, so the result is one
+    model.
+    """
 
     validation: tuple[Fold, ...]
     final: Fold
@@ -132,6 +138,10 @@ class Validated(Policy):
     def keeps(self, found: Score, before: Sequence[Score]) -> bool:
         """Never: the folds only tell how well it goes."""
         return False
+
+    def after_pass(self, number: int, values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """The mean of the passes so far."""
+        return best + (values - best) / (number + 1)
 
     @property
     def backtracks(self) -> bool:
@@ -147,7 +157,7 @@ def validated(tasks: Sequence[Pixels], seed: int) -> Validated:
 
 def candidates() -> list[Candidate]:
     """What cross-validation chooses from; the first is taken unless another is better."""
-    composed = [(True, name) for name in (KEPT, *_REFITTED, PLAIN)]
+    composed = [(True, name) for name in (MEAN, *_REFITTED, PLAIN)]
     return [*composed, *((False, name) for name in (*_REFITTED, PLAIN))]
 
 
@@ -158,7 +168,7 @@ def label_of(candidate: Candidate) -> str:
 
 @dataclass(frozen=True)
 class AutoObjective(LabelledObjective):
-    """Trains coefficients with a linear head; folds score that and every other candidate."""
+    """Trains coefficients with a linear head; folds score every candidate made of that."""
 
     setup: Setup | None = None
 
@@ -197,9 +207,24 @@ def candidate_scores(
 
 
 def _candidate_head(name: str, joint: Head, shots: Shots) -> Classifier:
-    if name == KEPT:
-        return joint
-    return shots.text if name == PLAIN else Head(name, ADAPTERS[name].train(shots), shots.text)
+    if name == PLAIN:
+        return shots.text
+    if name == MEAN:
+        return mean_head(joint, Head(JOINT, ADAPTERS[JOINT].train(shots), shots.text))
+    return Head(name, ADAPTERS[name].train(shots), shots.text)
+
+
+def mean_head(left: Head, right: Head) -> Head:
+    """The mean of two linear heads, of which the second is brought to the norm of the first.
+
+    What all classes have in common changes no prediction and is left out.
+    """
+    ours, theirs = (
+        weight - weight.mean(0)
+        for weight in (left.parameters["weight"], right.parameters["weight"])
+    )
+    scale = ours.norm() / theirs.norm().clamp(min=torch.finfo(theirs.dtype).tiny)
+    return Head(JOINT, {"weight": (ours + scale * theirs) / 2}, left.text)
 
 
 def chosen(scores: Mapping[str, float], images: int) -> Candidate:
@@ -222,8 +247,10 @@ def decided(setup: Setup, selection: Selection) -> Selection:
         pick = chosen(scores, len(setup.tasks[0].dataset.samples))
     if not pick[0]:
         table = torch.zeros_like(table)
-    head = joint if pick[1] == KEPT else None
-    if pick[1] not in (KEPT, PLAIN):
+    head = None
+    if pick[1] == MEAN:
+        head = mean_head(joint, trained_head(setup, table, JOINT))
+    elif pick[1] != PLAIN:
         head = trained_head(setup, table, pick[1])
     choice = label_of(pick)
     after = Score((scores[choice],), {"accuracy": scores[choice]}) if scores else None

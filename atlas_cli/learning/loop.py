@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from atlas_cli.core.optimizers import make_optimizer
+from atlas_cli.core.optimizers import CoefficientOptimizer, make_optimizer
 from atlas_cli.errors import AtlasError, CheckpointError
-from atlas_cli.learning.batches import TrainingConfig
+from atlas_cli.learning.batches import Step, TrainingConfig
 from atlas_cli.learning.selection import Fold, Last, Policy, Score, Scoring, Selection, select
 from atlas_cli.models.composed import ComposedModel, LossOf
-from atlas_cli.recipes.model import as_percent
 from atlas_cli.registry import late
 
 if TYPE_CHECKING:
@@ -31,26 +30,6 @@ State = TypeVar("State")
 _SAVE_EVERY = 1.0  # seconds, or if saving takes long:
 _SAVE_SHARE = 0.02  # of the time
 _OPTIMIZER_STATE = "state."
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of training. `number` counts from 1; accuracy is on the batch it was taken with."""
-
-    number: int
-    epoch: int
-    loss: float
-    accuracy: float
-    rate: float
-
-    def row(self, measure: str) -> dict[str, object]:
-        """The step as a row of metrics.jsonl, where `measure` is what the accuracy is called.
-
-        A file of rows has no head that could name the unit, so the key does.
-        """
-        found = dataclasses.asdict(self)
-        share = found.pop("accuracy")
-        return {**found, f"{measure}_percent": as_percent(share)}
 
 
 class Engine(Protocol[Values]):
@@ -84,10 +63,11 @@ class Optimizer(Protocol[Values]):
     def step(self, gradient: Values, /) -> None:
         """Take a gradient; `number` grows once there were enough for a step."""
 
+    back_to: int | None
+
+    def goes_back(self, loss: float) -> bool: ...
     def skip(self) -> None: ...
-
     def reset(self) -> None: ...
-
     def state(self) -> dict[str, torch.Tensor]: ...
     def restore(self, state: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -128,7 +108,7 @@ def descend(
         if data.diverged():
             optimizer.reset()
         epoch = number // data.epoch_steps + 1
-        yield Step(number + 1, epoch, loss, data.accuracy(), rate)
+        yield Step(number + 1, epoch, loss, data.accuracy(), rate, optimizer.back_to)
 
 
 def _gradient_at(engine: Engine[Values], optimizer: Optimizer[Values], data: TrainingData) -> float:
@@ -141,6 +121,10 @@ def _gradient_at(engine: Engine[Values], optimizer: Optimizer[Values], data: Tra
         for images, loss_of in (ranks.shares(parts) if several else parts)
     ]
     loss, gradient = ranks.total(engine, data, losses) if several else (sum(losses), None)
+    if optimizer.goes_back(loss):
+        if losses and not several:
+            engine.gradient()  # of no use
+        return loss
     if not math.isfinite(loss):
         raise AtlasError(
             f"the loss became {loss} at step {optimizer.number + 1}; a lower learning rate may "
@@ -246,11 +230,14 @@ class CoefficientTrainer:
             return
         for step in descend(objective.model, optimizer, data):
             last = step.number == limit
+            if last and isinstance(optimizer, CoefficientOptimizer) and optimizer.is_lost:
+                rates = f"from {config.rate:g} down to {optimizer.base_rate:g}"
+                raise AtlasError(f"the loss diverged at every rate {rates}; try a lower one (--lr)")
             if _is_scored(fold, last=last, ends_epoch=step.number % data.epoch_steps == 0):
                 best, found = self._score(fold, scores[fold.name], optimizer.values, best, last)
                 scores = {**scores, fold.name: [*scores[fold.name], *found]}
-            elif last:
-                best = optimizer.values
+            if last:
+                best = self.policy.after_pass(number, optimizer.values, best)
             state = None if last else {**data.state(), **optimizer.state()}
             yield Checkpoint(number + last, step, scores, best, state)
             if last:

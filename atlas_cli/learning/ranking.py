@@ -1,7 +1,7 @@
 """The blocks of a pool that help most with some images, found in one pass over the pool.
 
 The gradient of the loss at the base is taken once. Every vector is then read block by block, and
-let go: no more than one block is in memory, however many vectors there are.
+let go: no more than a few blocks are in memory, however many vectors there are.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import cosine_similarity, normalize
 
 from atlas_cli.core import stacks, storage
 from atlas_cli.core.budget import RANKINGS, STORED, Budget, Pick, Slopes
-from atlas_cli.core.compose import stack_blocks
+from atlas_cli.core.compose import map_blocks
 from atlas_cli.core.losses import cross_entropy
 from atlas_cli.core.storage import Block, Dense, Form, Quantised
+from atlas_cli.datasets.dataset import Dataset, open_dataset
 from atlas_cli.datasets.pixels import Pixels, view_of
-from atlas_cli.errors import CheckpointError, UsageError
+from atlas_cli.errors import CheckpointError, UsageError, nearest
 from atlas_cli.io.checkpoint import write_tensors
 from atlas_cli.learning.setup import refuse_target
 from atlas_cli.models.clip import logits_of, open_model, zero_shot_head
 from atlas_cli.models.folders import read_tensors
 from atlas_cli.models.trainable import TrainableModel
 from atlas_cli.parallel import thread_pool_for
+from atlas_cli.recipes.fit import FitRecipe, parse_images_of
 from atlas_cli.recipes.model import parse_bytes
 from atlas_cli.sources.locate import vector_file
 from atlas_cli.vectors.format import BlockInfo, Header, open_vector, to_metadata
@@ -40,7 +45,9 @@ if TYPE_CHECKING:
 
 _PREFIX = "visual."
 _PIXELS = 2**30  # bytes of decoded images that are kept
+_LOOKED_AT = 256  # images of a vector whose mean feature is taken
 _AT_ONCE = 64  # images of one backward pass
+_READ_AHEAD = 2  # blocks
 _SAMPLED = 2048  # elements of a block from which angles are estimated
 
 
@@ -81,32 +88,97 @@ def gradient_at_base(inputs: RunInputs) -> dict[str, torch.Tensor]:
 def measure(
     members: Sequence[Member], names: Sequence[str], gradient: Mapping[str, torch.Tensor]
 ) -> Slopes:
-    """<G, tau> of every block of every vector. One block is in memory at a time."""
+    """<G, tau> of every block of every vector. A few blocks are in memory at a time."""
     shape = len(members), len(names)
     slopes, squares, sizes = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
     shapes: dict[str, tuple[int, ...]] = {}
-    samples: list[dict[str, torch.Tensor]] = []
+    samples: list[dict[str, torch.Tensor]] = [{} for _ in members]
     column = {name: number for number, name in enumerate(names)}
     elements: dict[str, torch.Tensor] = {}
-    for number, member in enumerate(members):
-        samples.append({})
-        for info in member.vector.header.blocks:
-            if info.name not in column:
-                continue
-            place = column[info.name]
-            block = member.vector.read(info.name)
-            flat = gradient[info.name].float().flatten()
-            parts = stack_blocks({0: block})
-            slope = sum(stacks.dot(flat, part, (0, len(flat)))[0].item() for part in parts)
-            if not math.isfinite(slope):
-                raise CheckpointError(f"{member.path}: block {info.name} holds no finite values")
-            slopes[number, place], squares[number, place] = slope, info.norm**2
-            sizes[number, place] = storage.bytes_of(block)
-            shapes[info.name] = info.shape
-            if info.name not in elements:
-                elements[info.name] = _elements(info)
-            samples[-1][info.name] = _some(block, elements[info.name]).half()
+    flat = {name: gradient[name].float().flatten() for name in names}
+    for number, info, block in _blocks(members, set(names)):
+        place, along = column[info.name], flat[info.name]
+        span = 0, len(along)
+        slope = sum(stacks.dot(along, part, span)[0].item() for part in map_blocks({0: block}))
+        if not math.isfinite(slope):
+            path = members[number].path
+            raise CheckpointError(f"{path}: block {info.name} holds no finite values")
+        slopes[number, place], squares[number, place] = slope, info.norm**2
+        sizes[number, place] = storage.bytes_of(block)
+        shapes[info.name] = info.shape
+        if info.name not in elements:
+            elements[info.name] = _elements(info)
+        samples[number][info.name] = _some(block, elements[info.name]).half()
     return Slopes(tuple(names), shapes, slopes, squares, sizes, samples)
+
+
+def _blocks(
+    members: Sequence[Member], names: Collection[str]
+) -> Iterator[tuple[int, BlockInfo, Block]]:
+    """Every block of every vector, with the number of its vector.
+
+    A thread reads the next one meanwhile, so that the disk never waits for the arithmetic.
+    """
+    wanted = [
+        (number, info)
+        for number, member in enumerate(members)
+        for info in member.vector.header.blocks
+        if info.name in names
+    ]
+    with ThreadPoolExecutor(1, thread_name_prefix="atlas-read") as reader:
+        coming: deque[Future[Block]] = deque()
+        for place, (number, info) in enumerate(wanted):
+            for later, told in wanted[place + len(coming) : place + 1 + _READ_AHEAD]:
+                coming.append(reader.submit(members[later].vector.read, told.name))
+            yield number, info, coming.popleft().result()
+
+
+def similarities(inputs: RunInputs, members: Sequence[Member]) -> torch.Tensor:
+    """The cosine of the mean feature of every vector's images and that of the shots, at the base.
+
+    Features have length 1 before they are averaged.
+    """
+    images_of = _images_of(inputs.recipe, members)
+    clip = open_model(inputs.model, inputs.opening)
+    module: torch.nn.Module = clip.module.visual  # type: ignore[assignment]
+
+    def mean(dataset: Dataset) -> torch.Tensor:
+        how = (view_of(clip.preprocess), _PIXELS, clip.device, inputs.options.workers)
+        pixels, count = Pixels(dataset, *how), len(dataset.samples)
+        few = min(count, _LOOKED_AT)
+        some = [number * count // few for number in range(few)]
+        with torch.no_grad():
+            found = torch.cat([module(pixels.fixed(batch)) for batch in _batches(some)])
+        return normalize(found.double(), dim=1).mean(0).cpu()
+
+    own = mean(inputs.datasets[0])
+    theirs = [mean(open_dataset(text, preferred=("train", "val"))) for text in images_of]
+    return cosine_similarity(torch.stack(theirs), own[None], dim=1)
+
+
+def _batches(places: list[int]) -> Iterator[list[int]]:
+    for start in range(0, len(places), _AT_ONCE):
+        yield places[start : start + _AT_ONCE]
+
+
+def _images_of(recipe: FitRecipe, members: Sequence[Member]) -> list[str]:
+    """The images that every vector was learned from: as they are given, or built-in ones."""
+    given = dict(filter(None, map(parse_images_of, recipe.images_of)))
+    known = [member.name for member in members]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"--images-of {name}: no such vector{nearest(name, known)}")
+    found = []
+    for member in members:
+        reference = member.vector.header.finetuned.get("reference")
+        built_in = reference if isinstance(reference, str) and reference[:8] == "builtin:" else None
+        if (text := given.get(member.name, built_in)) is None:
+            raise UsageError(
+                f"--rank-by features: nothing says what {member.name} was learned from; "
+                f"give --images-of {member.name}=DATA"
+            )
+        found.append(text)
+    return found
 
 
 def _elements(info: BlockInfo) -> torch.Tensor:
@@ -140,6 +212,8 @@ def rank(inputs: RunInputs) -> tuple[list[Member], Slopes, list[Pick]]:
     gradient = gradient_at_base(inputs)
     names, _ = check_members(members, read_tensors(inputs.model), list(gradient))
     pool = measure(members, names, gradient)
+    if recipe.rank_by == "features":
+        pool = dataclasses.replace(pool, similarities=similarities(inputs, members))
     total = parse_bytes(recipe.budget) if recipe.budget else None
     smallest = pool.bytes[pool.bytes > 0].min().item()
     if total is not None and total < smallest:

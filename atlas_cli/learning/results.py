@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
     from atlas_cli.learning.selection import TestScore
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
 
+_OLD_KEYS = {
+    "accuracy": "top1_percent",
+    "val_accuracy": "val_top1_percent",
+    "agreement": "agreement_percent",
+}
 Cell = str | float | None  # of a table; a number is in percent
 
 
@@ -70,3 +77,13 @@ class TaskClasses(TypedDict):
     task: str
     on: str
     classes: dict[str, ClassAccuracy]
+
+
+def with_units(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics as it is written now. Earlier versions wrote shares, and named no unit."""
+    found = {}
+    for key, value in row.items():
+        name = _OLD_KEYS.get(key)
+        is_share = name is not None and isinstance(value, int | float)
+        found[name or key] = as_percent(value) if is_share else value
+    return found

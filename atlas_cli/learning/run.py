@@ -46,7 +46,8 @@ from atlas_cli.sources.locate import (
 if TYPE_CHECKING:
     import torch
 
-    from atlas_cli.learning.loop import Checkpoint, Objective, Step
+    from atlas_cli.learning.batches import Step
+    from atlas_cli.learning.loop import Checkpoint, Objective
     from atlas_cli.learning.run_folder import RunFolder
     from atlas_cli.learning.selection import Policy, Selection, TestScore
     from atlas_cli.learning.setup import PreparedRun, Setup
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What concerns this run only; of it, `skip_broken` and `precision` may change the result."""
+    """What concerns this run only; `skip_broken`, `precision` and `compile` may change results."""
 
     folder: Path | None = None
     resume: bool = False
@@ -73,6 +74,7 @@ class RunOptions:
     shard_vectors: bool = False  # of several processes, each holds a part of the vectors
     precision: str = "auto"  # of forward and backward passes
     device_memory: str | None = None  # for vectors; beyond it they stay on the host
+    compile: bool = False  # the passes, by torch.compile
 
     def check(self) -> None:
         if self.resume and self.folder is None:
@@ -279,7 +281,7 @@ def learn(
         if options.folder is None and (reason := verb.needs_folder(ready)):
             raise UsageError(f"{reason}; give a folder with -o DIR")
         on_event(PhaseStarted("hashing the images"))
-        with open_folder(options.folder, ready.config, options) as folder:
+        with open_folder(options.folder, ready.config, options, ready.inputs.recipe) as folder:
             try:
                 stop = agreed(stop) if "RANK" in os.environ else stop
                 selection = _selected(verb, ready, folder, options, on_event, stop)
@@ -313,8 +315,7 @@ def _selected(
     from atlas_cli.learning.selection import Selection
 
     if not verb.trains:
-        fold = ready.policy.folds[0]
-        zero = ready.setup.table()
+        fold, zero = ready.policy.folds[0], ready.setup.table()
         scored = fold.scored_on is not None or ready.setup.judges
         return Selection(zero, ready.objective.judge(fold, zero) if scored else None, None)
     if verb.recipe.method == "search":
@@ -331,13 +332,14 @@ def _selected(
             return search_tables(ready.objective, ready.policy.folds[0], tried())
     trainer = CoefficientTrainer(ready.objective, ready.policy, verb.measure)
 
-    def on_checkpoint(checkpoint: Checkpoint, step: Step | None) -> None:
+    def on_step(checkpoint: Checkpoint, step: Step | None) -> None:
         if step:
             on_event(StepTaken(step, trainer.batch_size, verb.measure))
+            if setback := str(step):
+                on_event(Warned(setback))
 
     with training(on_event, trainer.steps, verb.recipe.epochs):
-        resume = options.resume
-        checkpoint = train(trainer, folder, resume=resume, stop=stop, on_checkpoint=on_checkpoint)
+        checkpoint = train(trainer, folder, resume=options.resume, stop=stop, on_checkpoint=on_step)
         return trainer.select(checkpoint)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,14 @@ from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
+from atlas_cli.learning.results import with_units
 from atlas_cli.recipes.learned import VectorEntry
+from atlas_cli.recipes.model import default_keys
 from atlas_cli.sources.locate import Source
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from atlas_cli.learning.run import RunOptions
     from atlas_cli.learning.selection import Tested
     from atlas_cli.learning.trackers import Trackers
@@ -114,19 +118,16 @@ class RunFolder:
             lines = read_regular(path, _MOST).splitlines(True) if path.exists() else []
         if len(lines) < rows:
             raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
-        kept = b"".join(lines[:rows])
-        digest = hashlib.sha256(kept)
-        if sha256 is not None and sha256 != digest.hexdigest():
+        if sha256 not in (None, hashlib.sha256(b"".join(lines[:rows])).hexdigest()):
             raise CheckpointError(f"{path}: is damaged; --force starts anew")
         try:
-            for line in lines[:rows]:
-                json.loads(line)
-            write_text(path, kept.decode("utf-8"))
-        except ValueError as problem:
+            kept = [json.dumps(with_units(json.loads(line))) + "\n" for line in lines[:rows]]
+            write_text(path, "".join(kept))
+        except (AttributeError, ValueError) as problem:
             raise CheckpointError(f"{path}: is damaged; --force starts anew") from problem
-        self._rows, self._digest = rows, digest
+        self._rows, self._digest = rows, hashlib.sha256("".join(kept).encode())
         if self.trackers:
-            self.trackers.rows(kept.decode("utf-8").splitlines())
+            self.trackers.rows(kept)
 
     def keep_large(self, coefficients: torch.Tensor) -> str:
         """Write a table that is too large for text, and give its path."""
@@ -265,13 +266,14 @@ def trimmed_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def open_folder(
-    folder: Path | None, config: Mapping[str, object], options: RunOptions
+    folder: Path | None, config: Mapping[str, object], options: RunOptions, recipe: BaseModel
 ) -> Iterator[RunFolder | None]:
     """The folder of a run, if it has one; no other run writes it meanwhile."""
     if folder is None:
         yield None
         return
-    with open_run(folder, config, resume=options.resume, force=options.force) as opened:
+    how = {"resume": options.resume, "force": options.force}
+    with open_run(folder, config, default_keys(type(recipe)), **how) as opened:
         if not options.log:
             yield opened
             return
@@ -298,30 +300,48 @@ def _tracked(run: RunFolder, config: Mapping[str, object], names: Sequence[str])
 
 @contextmanager
 def open_run(
-    folder: Path, config: Mapping[str, object], *, resume: bool, force: bool
+    folder: Path,
+    config: Mapping[str, object],
+    defaults: Mapping[str, object],
+    *,
+    resume: bool,
+    force: bool,
 ) -> Iterator[RunFolder]:
     """Start a run, or resume one, and let nobody else write its folder meanwhile.
 
-    Raises UsageError if the run that is there has another configuration.
+    Raises UsageError if the run that is there has another configuration. `defaults` are those of
+    the keys of recipes: runs of earlier versions lack some of them.
     """
     made = not folder.exists()
     lock = FolderLock(folder)
-    with _explained(folder):
-        folder.mkdir(exist_ok=True)
-        lock.take()
     try:
-        _check_content(folder, resume=resume, force=force)  # another run may have come first
-        yield _begin(RunFolder(folder, made, lock), config, resume=resume)
+        with _explained(folder):
+            folder.mkdir(exist_ok=True)
+            lock.take()
+            _check_content(folder, resume=resume, force=force)  # another run may have come first
+        run = _begin(RunFolder(folder, made, lock), config, defaults, resume=resume)
+    except BaseException:
+        lock.release()
+        with suppress(OSError):  # somebody else may have begun to write it
+            folder.rmdir() if made else None
+        raise
+    try:
+        yield run
     finally:
         with _explained(folder):
             lock.release()
 
 
-def _begin(run: RunFolder, config: Mapping[str, object], *, resume: bool) -> RunFolder:
+def _begin(
+    run: RunFolder, config: Mapping[str, object], defaults: Mapping[str, object], *, resume: bool
+) -> RunFolder:
     folder = run.folder
     with _explained(folder):
+        for path in folder.glob(".*.atlas-*.part"):  # the lock is ours: nobody else writes them
+            folders = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path, ignore_errors=True) if folders else path.unlink()
         if resume and (folder / _CONFIG).exists():
-            _check_same(folder / _CONFIG, config)
+            _check_same(folder / _CONFIG, config, defaults)
             run.resumed = True
             return run
         _clear(folder)
@@ -337,8 +357,11 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _check_same(path: Path, config: Mapping[str, object]) -> None:
-    """Refuse to go on with a run that had other inputs."""
+def _check_same(path: Path, config: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Refuse to go on with a run that had other inputs.
+
+    A key of its recipe that an earlier version did not know yet had no effect, as its default has.
+    """
     try:
         before = json.loads(read_regular(path, _MOST).decode("utf-8"))
     except (ValueError, RecursionError) as problem:
@@ -346,6 +369,8 @@ def _check_same(path: Path, config: Mapping[str, object]) -> None:
     if not isinstance(before, dict):
         raise CheckpointError(f"{path}: is not the configuration of a run")
     now = json.loads(json.dumps(config))
+    if isinstance(before.get("recipe"), dict):
+        before["recipe"] = {**json.loads(json.dumps(defaults)), **before["recipe"]}
     for key in sorted((before.keys() | now.keys()) - set(_UNCHECKED)):
         for name, old, new in _differences(key, before.get(key), now.get(key)):
             raise UsageError(
@@ -360,6 +385,9 @@ def _differences(name: str, old: Any, new: Any) -> list[tuple[str, str, str]]:
         for key in sorted(old.keys() | new.keys()):
             found += _differences(f"{name}.{key}", old.get(key), new.get(key))
         return found
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True), start=1)
+        return [one for number, pair in pairs for one in _differences(f"{name} {number}", *pair)]
     return [] if old == new else [(name, json.dumps(old), json.dumps(new))]
 
 

@@ -86,6 +86,10 @@ class Policy(ABC):
         """Whether coefficients with this score replace the best so far of their fold."""
         return found.valid and found > max(before)
 
+    def after_pass(self, number: int, values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """What is kept after a training pass that ended with these values."""
+        return values if self.folds[number].scoring is Scoring.NEVER else best
+
     @property
     def backtracks(self) -> bool:
         """Whether smaller tables are tried where nothing valid was found."""

@@ -22,7 +22,7 @@ from atlas_cli.errors import MismatchError
 from atlas_cli.learning.batches import TrainingConfig
 from atlas_cli.learning.selection import Policy
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
-from atlas_cli.models.composed import ComposedModel, LayerNormModel
+from atlas_cli.models.composed import ComposedModel, FunctionalModel, LayerNormModel
 from atlas_cli.models.folders import read_tensors
 from atlas_cli.models.headed import HeadedModel
 from atlas_cli.models.heads import head_of
@@ -198,6 +198,7 @@ def config_of(inputs: RunInputs, clip: Clip) -> dict[str, Any]:
         "data": [describe_data(dataset) for dataset in inputs.datasets],
         "judges": [describe_data(dataset) for dataset in inputs.judges],
         **({"precision": inputs.options.precision} if inputs.options.precision != "auto" else {}),
+        **({"compile": True} if inputs.options.compile else {}),
         "versions": {
             "atlas": __version__,
             "python": platform.python_version(),
@@ -326,18 +327,23 @@ def prepared(
                 thread_pool=thread_pool,
                 linear=recipe.linearised,
             )
-        model.accelerator = accelerator_of(inputs, clip, warn)
+        accelerate(model, inputs, clip, warn)
         setup = Setup(inputs, clip, pool, layout, model, tasks, heads, judges)
         yield PreparedRun(setup, *objective_factory(setup))
 
 
-def accelerator_of(
-    inputs: RunInputs, clip: Clip, warn: Callable[[str], None]
-) -> accelerator.Accelerator | None:
-    """How the passes of a model are run; None in float32 on the CPU."""
-    precision = inputs.options.precision
-    plain = clip.device.type == "cpu" and precision in ("auto", "fp32")
-    return None if plain else accelerator.Accelerator(clip.device, precision, warn)
+def accelerate(
+    model: FunctionalModel, inputs: RunInputs, clip: Clip, warn: Callable[[str], None]
+) -> None:
+    """Have the passes of a model run as its device and the options want; a plain CPU needs none."""
+    precision, device = inputs.options.precision, clip.device
+    if device.type != "cpu" or precision not in ("auto", "fp32"):
+        last = accelerator.prefers_channels_last(clip.module.visual, device)  # type: ignore[arg-type]
+        model.accelerator = accelerator.Accelerator(device, precision, warn, channels_last=last)
+    if inputs.options.compile and inputs.recipe.linearised:
+        warn("--compile: torch does not compile the derivatives of --linearised; it is not used")
+    elif inputs.options.compile:
+        accelerator.compile_model(model, warn)
 
 
 def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) -> TrainingConfig:
@@ -351,6 +357,7 @@ def training_of(recipe: LearnRecipe, bounds: tuple[float, float] | None = None) 
         penalty_order=order,
         penalty_weight=weight,
         schedule=recipe.schedule,
+        backs_off=True,
         low=low,
         high=high,
     )

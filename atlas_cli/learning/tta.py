@@ -311,7 +311,7 @@ def tta_online(
         from atlas_cli.learning.run_folder import open_folder
 
         adapter = OnlineAdapter(ready.setup, warner(on_event))
-        with open_folder(options.folder, ready.config, options) as folder:
+        with open_folder(options.folder, ready.config, options, recipe) as folder:
             if folder and options.resume and (saved := folder.restore()):
                 adapter.restore(saved.tensors, saved.facts)
             with training(on_event):

@@ -366,13 +366,14 @@ def unlabelled_objective(setup: Setup, pixels: Pixels) -> UnlabelledObjective:
     recipe: TtaRecipe = setup.inputs.recipe
     training = training_of(recipe)
     sharp = find_objective(recipe.objective, "tta").two_gradients
+    config = replace(training.optimizer_config, sharp=sharp, backs_off=False)
     threshold = parse_schedule(recipe.threshold) or (0.0, 0.0)
     return UnlabelledObjective(
         setup.model,
         pixels,
         setup.heads[0],
         prior_of(recipe, len(setup.heads[0])),
-        replace(training, optimizer_config=replace(training.optimizer_config, sharp=sharp)),
+        replace(training, optimizer_config=config),
         UnlabelledConfig(recipe.objective, recipe.trusted_per_class, recipe.power, threshold),
         setup.table(),
         guarded=recipe.select == "guard",

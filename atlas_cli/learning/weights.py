@@ -16,11 +16,11 @@ from atlas_cli.core.optimizers import OptimizerConfig, WeightOptimizer
 from atlas_cli.datasets.dataset import plain_name, task_name
 from atlas_cli.datasets.pixels import Pixels, view_of
 from atlas_cli.errors import AtlasError, CheckpointError
-from atlas_cli.learning.batches import LabelledData, TaskData, TrainingConfig, score
-from atlas_cli.learning.loop import Step, descend
+from atlas_cli.learning.batches import LabelledData, Step, TaskData, TrainingConfig, score
+from atlas_cli.learning.loop import descend
 from atlas_cli.learning.run import RunInputs
 from atlas_cli.learning.run_folder import SavedRun
-from atlas_cli.learning.setup import accelerator_of, config_of
+from atlas_cli.learning.setup import accelerate, config_of
 from atlas_cli.learning.splits import hold_out
 from atlas_cli.models.clip import Clip, open_model, zero_shot_head
 from atlas_cli.models.saving import whole_folder, write_model
@@ -166,6 +166,11 @@ class WeightTrainer:
             accuracies, over = tuple(facts["accuracies"]), facts["over"]
         except (KeyError, TypeError) as problem:
             raise CheckpointError(f"{saved.path}: is not the state of a run") from problem
+        if accuracies and not self.scored_on and not over:
+            raise CheckpointError(
+                f"{saved.path.parent}: was begun by an earlier version of atlas, which held images "
+                "out of training here; start anew with --force"
+            )
         return FinetuneCheckpoint(step, accuracies, over, saved.below(_KEPT), saved.below(_STATE))
 
     def write(self, checkpoint: FinetuneCheckpoint, model: Path, adapter: Path) -> None:
@@ -208,7 +213,7 @@ def prepared_trainer(inputs: RunInputs, warn: Callable[[str], None]) -> Iterator
         checkpoint_activations(module)
     with thread_pool_for(module, inputs.options.cores) as thread_pool:
         model = trained_model(clip, recipe, thread_pool)
-        model.accelerator = accelerator_of(inputs, clip, warn)
+        accelerate(model, inputs, clip, warn)
         yield WeightTrainer(inputs, clip, model, data, head, judge, scored_on, optimizer_config)
 
 

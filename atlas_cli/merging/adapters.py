@@ -186,7 +186,9 @@ def _weights(merge: Merge, opened: Mapping[str, Parts]) -> Weights:
         own = {who: value(levels, "weight") for who, levels in part.models}
         for who, weight in own.items():
             if weight is None:
-                raise UsageError(f"{name}: no filter gives it a weight of {who}")
+                raise UsageError(
+                    f"{name}: no filter gives it a weight of {who}; add an entry without one"
+                )
         normalize = value(part.levels, "normalize")
         total = sum(own.values()) if normalize is None or normalize else 1.0
         if total == 0:

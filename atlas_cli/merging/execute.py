@@ -150,21 +150,20 @@ def write(prepared: PreparedMerge, advance: Callable[[int], None] = lambda count
         if merge.recipe.locked:
             check_hashes(merge, taken.result())
         identity = identity_of(merge, located, plan, request.limits.device.type)
+        staging: StagingFolder | None = None
         try:
             staging = StagingFolder(target, identity, {s.file: s.bytes for s in plan.shards})
-        except OSError as problem:
-            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
-        try:
             run(plan, prepared.inputs.producer, staging, request.limits, advance)
             complete(prepared, staging, locked(merge, located, taken.result()))
-        except OSError as problem:
-            staging.abandon()
-            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
-        except AtlasError:
-            staging.abandon()
+        except Exception as problem:  # an interrupt alone leaves what can be gone on with
+            if staging:
+                staging.abandon()
+            if isinstance(problem, OSError):
+                raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
             raise
         finally:
-            staging.close()
+            if staging:
+                staging.close()
 
 
 def complete(prepared: PreparedMerge, staging: StagingFolder, recipe: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,8 @@ def merge_slice(
     total = sum(bytes_of[piece] for piece in mine)
     elsewhere = sum(bytes_of.values()) - total
     check_space(target, plan.bytes)
-    try:
+    with _explained(target):
         staging = SliceFolder(target, _identity(prepared), _files(prepared), number, count)
-    except OSError as problem:
-        raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
     on_event(MergeStarted(total))
 
     def advance(size: int) -> None:
@@ -80,10 +79,9 @@ def merge_slice(
 
     try:
         staging.done |= bytes_of.keys() - mine
-        run(plan, producer, staging, prepared.request.limits, advance)
-        staging.flush()
-    except OSError as problem:
-        raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
+        with _explained(target):
+            run(plan, producer, staging, prepared.request.limits, advance)
+            staging.flush()
     finally:
         staging.close()  # and left for another run, since other slices have written it as well
     return MergeSlice(str(target), number, count, len(mine), total)
@@ -102,21 +100,26 @@ def finish_merge(
     prepared = prepare_merge(merge, target, options, on_event)
     check_target(target, force=options.force)
     request = prepared.request
-    with ThreadPoolExecutor(1 + request.limits.threads) as pool:
+    with ThreadPoolExecutor(1 + request.limits.threads) as pool, _explained(target):
+        staging = SlicedFolder(target, _identity(prepared), _files(prepared))
         try:
-            staging = SlicedFolder(target, _identity(prepared), _files(prepared))
-            try:
-                _check_complete(prepared, staging)
-                taken = take_hashes(request.merge, request.located, pool)
-                if request.merge.recipe.locked:
-                    check_hashes(request.merge, taken)
-                staging.begin()
-                complete(prepared, staging, locked(request.merge, request.located, taken))
-            finally:
-                staging.close()
-        except OSError as problem:
-            raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
+            _check_complete(prepared, staging)
+            taken = take_hashes(request.merge, request.located, pool)
+            if request.merge.recipe.locked:
+                check_hashes(request.merge, taken)
+            staging.begin()
+            complete(prepared, staging, locked(request.merge, request.located, taken))
+        finally:
+            staging.close()
     return merged_of(prepared)
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise AtlasError(f"{target}: cannot be written: {problem.strerror}") from problem
 
 
 def _check_single(merge: Merge) -> None:

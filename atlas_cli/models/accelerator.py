@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHANNELS_LAST = ("cuda", "xpu")  # on others, as on the CPU, images stay as they are
 Tell = Callable[[str], None]
 
 
@@ -29,12 +30,19 @@ class Accelerator:
     `precision` is that of autocast: auto takes bf16 on devices that have it, fp16 on other CUDA
     devices, whose losses are scaled, and fp32 elsewhere. Where memory ends, fewer images run at a
     time: features of a batch come in parts, and so do the gradients, whose sum is the same.
+    Channels come last where that is good for convolutions: activations follow the images.
     """
 
     def __init__(
-        self, device: torch.device, precision: str = "auto", tell: Tell = lambda text: None
+        self,
+        device: torch.device,
+        precision: str = "auto",
+        tell: Tell = lambda text: None,
+        *,
+        channels_last: bool = False,
     ) -> None:
         self._device, self._tell = device, tell
+        self._format = torch.channels_last if channels_last else torch.preserve_format
         self.precision = _chosen(device, precision)
         self._most: int | None = None  # images at a time
 
@@ -42,6 +50,10 @@ class Accelerator:
     def scaled(self) -> bool:
         """Whether losses are scaled, as fp16 needs."""
         return self.precision == "fp16"
+
+    def arranged(self, images: torch.Tensor) -> torch.Tensor:
+        """Images as the model's convolutions take them best."""
+        return images.contiguous(memory_format=self._format)
 
     def autocast(self) -> torch.autocast:
         """What passes run in."""
@@ -128,6 +140,15 @@ class Accelerator:
         release(self._device)
 
 
+def prefers_channels_last(module: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a tower is made of convolutions, on a device whose kernels want channels last.
+
+    A transformer has one convolution, which cuts patches out.
+    """
+    found = sum(isinstance(part, torch.nn.Conv2d) for part in module.modules())
+    return found > 1 and device.type in _CHANNELS_LAST
+
+
 def _chosen(device: torch.device, precision: str) -> str:
     if precision not in PRECISIONS:
         raise UsageError(f"--precision {precision}: expected {', '.join(PRECISIONS)}")
@@ -161,6 +182,35 @@ def release(device: torch.device) -> None:
     if device.type != "cpu":
         module = torch.get_device_module(device.type)
         getattr(module, "empty_cache", lambda: None)()
+
+
+# Compiling ------------------------------------------------------------------------------------
+
+
+def compile_model(model: FunctionalModel, tell: Tell) -> None:
+    """Let torch.compile make the forward and backward passes of a model, where it can."""
+    model.compile(lambda module: _Compiled(module, tell))
+
+
+class _Compiled:
+    """A module as torch.compile makes it; as it is, from where that fails."""
+
+    def __init__(self, module: torch.nn.Module, tell: Tell) -> None:
+        self._module, self._tell = module, tell
+        self._fast: Callable[..., torch.Tensor] | None = torch.compile(module)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        if self._fast is None:
+            return self._module(images)  # type: ignore[no-any-return]
+        try:
+            return self._fast(images)
+        except Exception as problem:  # of any kind: compilers call many libraries
+            if is_out_of_memory(problem):
+                raise
+            self._fast = None
+            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0][:200]
+            self._tell(f"--compile: torch cannot compile this model here, so it is not: {reason}")
+        return self._module(images)  # type: ignore[no-any-return]
 
 
 # Vectors that stay on the host ----------------------------------------------------------------

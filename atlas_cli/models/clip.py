@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,18 +222,18 @@ def build(blueprint: Blueprint) -> tuple[torch.nn.Module, Preprocess]:
     text = model["text_cfg"]
     if wanted := text.get("hf_model_name") or text.get("hf_tokenizer_name"):
         transformers_config.check_installed(wanted)
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        config = {"model_cfg": model, "preprocess_cfg": blueprint.preprocess}
-        (Path(folder) / CONFIG).write_text(json.dumps(config), "utf-8")
+    with ExitStack() as after, _quiet():
+        path = Path(tempfile.mkdtemp(prefix="atlas-")) / CONFIG
+        after.callback(path.parent.rmdir)  # which takes no descriptor: all may be in use
+        after.callback(path.unlink, missing_ok=True)
+        path.write_text(json.dumps({"model_cfg": model, "preprocess_cfg": blueprint.preprocess}))
         try:
             module, _, transform = open_clip.create_model_and_transforms(
-                f"local-dir:{folder}", load_weights=False, pretrained_text=False
+                f"local-dir:{path.parent}", load_weights=False, pretrained_text=False
             )
         except Exception as problem:  # of four libraries, for what a stranger wrote
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            raise CheckpointError(
-                f"open_clip cannot build this architecture: {reason}"
-            ) from problem
+            said = (str(problem).splitlines() or [type(problem).__name__])[0]
+            raise CheckpointError(f"open_clip cannot build this architecture: {said}") from problem
     if "timm_model_name" in model["vision_cfg"]:
         check_tower_size(module, model["vision_cfg"].get("image_size", 224))
     return module, transform

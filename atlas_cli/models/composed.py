@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from atlas_cli.core.adapters import Head
 from atlas_cli.core.compose import (
     Composition,
     Layout,
+    Scattered,
     Segments,
     coefficient_gradient,
     compose_block,
@@ -43,6 +45,7 @@ class Replica:
         self, module: torch.nn.Module, composed: Mapping[str, torch.Tensor], prefix: str
     ) -> None:
         self.module = sharing_copy(module)
+        self.call: Callable[[torch.Tensor], torch.Tensor] = self.module
         self.parameters = _leaves(composed)
         for name, parameter in self.parameters.items():
             path, _, leaf = name.removeprefix(prefix).rpartition(".")
@@ -50,7 +53,7 @@ class Replica:
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         """What the module gives for a batch."""
-        return self.module(images)  # type: ignore[no-any-return]
+        return self.call(images)
 
 
 class LinearisedReplica(Replica):
@@ -140,6 +143,11 @@ class FunctionalModel:
         for name, tensor in self._tensors.items():
             tensor.copy_(tensors[name])
 
+    def compile(self, how: Callable[[torch.nn.Module], Callable[..., torch.Tensor]]) -> None:
+        """From now on run what `how` makes of the module; an expansion stays as it is."""
+        for replica in self._replicas:
+            replica.call = how(replica.module)
+
     def features(self, images: torch.Tensor) -> torch.Tensor:
         """What the module gives for a batch, without gradients."""
         found = []
@@ -221,6 +229,7 @@ class FunctionalModel:
 
     def _dealt(self, images: torch.Tensor) -> Iterator[tuple[Replica, torch.Tensor]]:
         """The batch in as many equal parts as there are replicas."""
+        images = self.accelerator.arranged(images) if self.accelerator else images
         parts = images.tensor_split(len(self._replicas))
         return ((r, part) for r, part in zip(self._replicas, parts, strict=True) if len(part))
 
@@ -255,6 +264,7 @@ class ComposedModel(FunctionalModel):
         }
         replica = LinearisedReplica if linear else Replica
         super().__init__(module, composed, prefix=prefix, thread_pool=thread_pool, replica=replica)
+        self._without_effect = _columns_of(composition.layout, key_biases(module, prefix))
 
     def load(self, coefficients: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compose: from now on the module runs with these tensors."""
@@ -279,7 +289,10 @@ class ComposedModel(FunctionalModel):
 
     def gradient(self) -> torch.Tensor:
         """dL/dlambda of everything since the last call, in float64; the gradients are let go."""
-        return coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
+        found = coefficient_gradient(self.composition, self.gradients(), self._over_blocks)
+        if self._without_effect:
+            found[:, self._without_effect] = 0
+        return found
 
     def features_for(self, head: torch.Tensor | Head) -> AbstractContextManager[None]:
         """Run for a while so that the features are those that a head takes: always the same."""
@@ -337,3 +350,35 @@ def norm_names(module: torch.nn.Module) -> list[str]:
         if isinstance(part, torch.nn.LayerNorm)
         for name, _ in part.named_parameters(recurse=False)
     ]
+
+
+def key_biases(module: torch.nn.Module, prefix: str = "") -> dict[str, slice]:
+    """Where the biases of keys are in the stacked ones of torch's attention, by name.
+
+    No output depends on them: q . (k + b) = q . k + q . b, where the last is the same for all keys,
+    and softmax does not see it. Their gradient is zero. What is computed for it is rounding, which
+    AdamW would scale up to whole steps in directions that depend on the number of processes.
+    """
+    return {
+        prefix + f"{path}.in_proj_bias".lstrip("."): slice(part.embed_dim, 2 * part.embed_dim)
+        for path, part in module.named_modules()
+        if isinstance(part, torch.nn.MultiheadAttention)
+        and part.in_proj_bias is not None
+        and part.bias_k is None
+        and not part.add_zero_attn  # then some keys have no bias
+    }
+
+
+def _columns_of(layout: Layout, parts: Mapping[str, slice]) -> list[int]:
+    """The columns of a table that scale nothing but some parts of blocks."""
+    inside: set[int] = set()
+    outside: set[int] = set()
+    for name, placement in layout.placements.items():
+        if isinstance(placement, Scattered):
+            outside |= {*range(placement.first, placement.first + placement.parts)}
+            continue
+        part = parts.get(name, slice(0, 0))
+        bounds = itertools.pairwise(placement.bounds)
+        for (first, last), column in zip(bounds, placement.columns, strict=True):
+            (inside if part.start <= first and last <= part.stop else outside).add(column)
+    return sorted(inside - outside)

@@ -12,6 +12,7 @@ import torch
 
 from atlas_cli.errors import CheckpointError, UsageError, install_hint
 from atlas_cli.io.tensors import LazyTensors
+from atlas_cli.io.torchvision_import import import_torchvision
 from atlas_cli.models.clip import Opening, open_model
 from atlas_cli.models.folders import is_clip, is_transformers
 from atlas_cli.sources.locate import Source
@@ -54,6 +55,7 @@ def modules_of(source: Source, tensors: LazyTensors, architecture: str | None = 
 def _of_transformers(source: Source, tensors: LazyTensors, architecture: str) -> Modules:
     where = source.reference.text
     try:
+        import_torchvision()  # transformers imports it, too, and may stumble over it
         transformers: Any = importlib.import_module("transformers")
     except ImportError as problem:
         raise UsageError(f"--lora needs transformers; {install_hint('hf')}") from problem

@@ -19,6 +19,7 @@ from atlas_cli.models.composed import (
     FunctionalModel,
     Replica,
     TangentReplica,
+    key_biases,
     norm_names,
     sharing_copy,
 )
@@ -66,6 +67,7 @@ class TrainableModel(FunctionalModel):
         tensors = {name: tensor.clone() for name, tensor in own.items()} if linear else own
         replica = TangentReplica if linear else Replica
         super().__init__(module, tensors, prefix=prefix, thread_pool=thread_pool, replica=replica)
+        self._without_effect = key_biases(module, prefix)
 
     @property
     def values(self) -> Mapping[str, torch.Tensor]:
@@ -81,7 +83,10 @@ class TrainableModel(FunctionalModel):
 
     def gradient(self) -> Mapping[str, torch.Tensor]:
         """dL/dtheta of everything since the last call; the gradients are let go."""
-        return self.gradients()
+        found = self.gradients()
+        for name in self._without_effect.keys() & found.keys():
+            found[name][self._without_effect[name]] = 0
+        return found
 
 
 @dataclass(frozen=True)

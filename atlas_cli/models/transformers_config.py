@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlas_cli.errors import AtlasError, CheckpointError
+from atlas_cli.errors import AtlasError, CheckpointError, install_hint
 from atlas_cli.models.folders import Blueprint, checked_blueprint
 from atlas_cli.sources.locate import Source
 
@@ -164,7 +164,7 @@ def check_installed(wanted: str) -> None:
     if not _is_installed("transformers"):
         raise AtlasError(
             f"{wanted}: is a text tower of transformers, which is not installed; "
-            "run: pip install 'atlas-cli[hf]'"
+            f"run: {install_hint('hf')}"
         )
 
 

@@ -26,11 +26,11 @@ BOLT: Mapping[str, Any] = {
     "epochs": 20,
     "min_steps": 1,
 }
-RANKINGS = ("greedy", "gradient", "random")
+RANKINGS = ("greedy", "gradient", "features", "random")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {},
     "fast": _FAST,
-    "best": {**_FAST, "adapter": "auto"},
+    "best": {**_FAST, "adapter": "auto", "granularity": "partition:20"},
 }
 
 
@@ -54,6 +54,12 @@ def _adapter_problem(word: str) -> str | None:
     if word in ("none", "auto") or word in ADAPTERS:
         return None
     return f"expected {', '.join(_adapters())}, found {word!r}{nearest(word, _adapters())}"
+
+
+def parse_images_of(text: str) -> tuple[str, str] | None:
+    """The name of a vector and a data reference from VECTOR=DATA; None if it is neither."""
+    name, _, data = text.partition("=")
+    return (name, data) if name and data else None
 
 
 class FitRecipe(LearnRecipe):
@@ -108,9 +114,17 @@ class FitRecipe(LearnRecipe):
         one_of(*RANKINGS),
         about(
             "What is kept first: `greedy` (gain per byte, less what is kept already), `gradient` "
-            "(the steepest blocks) or `random` (whole vectors)."
+            "(the steepest blocks), `features` (whole vectors, those first whose images look most "
+            "like the data) or `random` (whole vectors)."
         ),
     ] = "greedy"
+    images_of: Annotated[
+        list[str],
+        expect(
+            lambda texts: all(parse_images_of(text) for text in texts), "expected VECTOR=DATA each"
+        ),
+        about("Images that vectors were learned from, for `rank_by: features`: `VECTOR=DATA`."),
+    ] = []
     init: Annotated[
         str | None,
         about("Folder of a run whose coefficients are the start, by the names of their vectors."),
@@ -120,8 +134,8 @@ class FitRecipe(LearnRecipe):
         one_of(*PRESETS),
         about(
             "Values for keys that are not given: `paper` (coefficients alone, as the paper has "
-            "them), `fast` (60 steps of 16 images, with a linear head) or `best` (the same, and "
-            "folds decide which head)."
+            "them), `fast` (60 steps of 16 images, with a linear head) or `best` (20 coefficients "
+            "per block, the mean of several passes, and folds decide which head)."
         ),
     ] = "paper"
     adapter: Annotated[
@@ -175,6 +189,8 @@ class FitRecipe(LearnRecipe):
             yield "budget", "is for the vectors themselves: there are none, or another basis"
         if not limited and "rank_by" in found:
             yield "rank_by", f"needs budget or keep_vectors, found {found['rank_by']!r}"
+        if found.get("images_of") and found.get("rank_by") != "features":
+            yield "images_of", f"is for rank_by features, found {found['images_of']!r}"
         if found.get("init") and (basis or not vectors):
             yield "init", "starts coefficients of the vectors themselves: there are none here"
         if joint and name == "none":

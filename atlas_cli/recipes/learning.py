@@ -102,7 +102,8 @@ class LearnRecipe(Recipe):
         *("schedule", "augment", "groups"),
         *("penalty", "memory", "data", "keep", "forget", "linearised", "objective"),
         *("init", "clamp", "ties", "individual"),
-        *("basis", "budget", "keep_vectors", "rank_by", "preset", "adapter", "adapter_stage"),
+        *("basis", "budget", "keep_vectors", "rank_by", "images_of"),
+        *("preset", "adapter", "adapter_stage"),
         *("tune", "trusted_per_class", "power", "prior", "threshold"),
         *("epochs", "batch_size", "accumulate", "min_steps", "lr", "clip", "weight_decay", "seed"),
     )

@@ -190,6 +190,16 @@ def in_percent(values: Mapping[str, float]) -> dict[str, float]:
     return {k: as_percent(value) if k in _ACCURACIES else value for k, value in values.items()}
 
 
+def default_keys(schema: type[BaseModel]) -> dict[str, Any]:
+    """What the keys of a recipe are unless they are given; without those that must be."""
+    fields = schema.model_fields.items()
+    return {
+        key: field.get_default(call_default_factory=True)
+        for key, field in fields
+        if not field.is_required()
+    }
+
+
 # Keys that several recipes have ---------------------------------------------------------------
 
 Templates = Annotated[

@@ -191,7 +191,5 @@ def _parse(text: str, where: str, load: Callable[[str], Any]) -> Any:
         mark = problem.problem_mark
         line = f" on line {mark.line + 1}" if mark else ""
         raise UsageError(f"{where}: not valid YAML{line}: {problem.problem}") from problem
-    except RecursionError as problem:
-        raise UsageError(f"{where}: not valid YAML: maximum recursion depth exceeded") from problem
     except yaml.YAMLError as problem:
         raise UsageError(f"{where}: not valid YAML: {str(problem).splitlines()[0]}") from problem

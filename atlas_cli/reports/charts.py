@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from atlas_cli.errors import AtlasError
 
 if TYPE_CHECKING:
     from atlas_cli.reports.grids import Grid
@@ -37,6 +42,18 @@ CONFIG: dict[str, Any] = {
     "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "bottom", "offset": 4},
     "range": {"category": {"scheme": "tableau10"}},
 }
+_DESCRIPTORS = 8  # that vl-convert takes; where there are fewer, it panics all over stderr
+
+
+def renderer() -> Any:
+    """The module vl_convert. Raises AtlasError if too few files can be opened for it."""
+    try:
+        with ExitStack() as opened:
+            for _ in range(_DESCRIPTORS):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+    except OSError as problem:
+        raise AtlasError(f"charts cannot be drawn: {problem.strerror}") from problem
+    return importlib.import_module("vl_convert")
 
 
 def to_spec(chart: Any, *, fill: bool = False) -> dict[str, Any]:

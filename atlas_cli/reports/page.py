@@ -89,9 +89,7 @@ def page(title: str, *sections: str) -> str:
 @cache
 def _script() -> str:
     """The page's own script bundled with Vega, which takes seconds."""
-    import vl_convert
-
-    found: str = vl_convert.javascript_bundle((_HERE / "page.js").read_text("utf-8"))
+    found: str = charts.renderer().javascript_bundle((_HERE / "page.js").read_text("utf-8"))
     return found.replace("</script", "<\\/script")
 
 

@@ -96,8 +96,7 @@ def _write_picture(path: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def _render(spec: dict[str, Any], form: str) -> bytes:
-    import vl_convert
-
+    vl_convert = charts.renderer()
     if form == ".svg":
         return _renumbered(vl_convert.vegalite_to_svg(spec)).encode()
     if form == ".pdf":

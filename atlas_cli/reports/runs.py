@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from atlas_cli.errors import CheckpointError, UsageError
 from atlas_cli.io.files import read_regular
-from atlas_cli.recipes.model import UNIT, as_percent
+from atlas_cli.learning.results import with_units
+from atlas_cli.recipes.model import UNIT
 from atlas_cli.recipes.text import Table, table_problems
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ _LARGE = "coefficients.safetensors"
 _IMAGES = "images.jsonl"
 _MODEL = "model"  # the folder that fine-tuning writes when it is done
 TUNED = "fine-tuned"
-_OLD_KEYS = {
-    "accuracy": "top1_percent",
-    "val_accuracy": "val_top1_percent",
-    "agreement": "agreement_percent",
-}
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,11 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
     if "adapted" in result:
         names = tuple(result["zero_shot"])
         rows = {"zero-shot": result["zero_shot"], "adapted": result["adapted"]}
-        kept = {name: tuple(_number(row.get(key)) for key in names) for name, row in rows.items()}
+        scales = {key: scale if key == "agreement" else 1 for key in names}
+        kept = {
+            name: tuple(_number(row.get(key), scales[key]) for key in names)
+            for name, row in rows.items()
+        }
         return RunScores(False, names, kept)
     if "learned" in result:
         before, after = (_number(result[key], scale) for key in ("zero_shot", "learned"))
@@ -342,16 +342,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise CheckpointError(f"{path}: line {number} cannot be read as JSON") from problem
         if not isinstance(row, dict) or not isinstance(row.get("number"), int):
             raise CheckpointError(f"{path}: line {number} is not a row of metrics")
-        yield {key: value for key, value in _with_units(row).items() if _is_shown(value)}
-
-
-def _with_units(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is written now. Earlier versions wrote shares, under keys that name no unit."""
-    found = {}
-    for key, value in row.items():
-        name = _OLD_KEYS.get(key)
-        found[name or key] = as_percent(value) if name and _is_shown(value) else value
-    return found
+        yield {key: value for key, value in with_units(row).items() if _is_shown(value)}
 
 
 def _is_shown(value: object) -> bool:

@@ -11,6 +11,7 @@ import fnmatch
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -44,6 +45,7 @@ BUILTIN_VECTORS: tuple[str, ...] = (
     *("textures", "terrain", "counts", "silhouettes"),
 )
 _BUILTIN = "builtin:"
+_OF_RUN = {"metrics.jsonl", "state.safetensors"}
 _FILES = Path(__file__).parent / "builtin"
 _LARGEST_OBJECT = 64 << 20  # bytes of a JSON file; the index of a large model has some thousand
 
@@ -182,7 +184,14 @@ def locate(reference: Reference, beside: Sequence[str] = ()) -> Source:
 
 
 def _in_folder(reference: Reference, folder: Path) -> Source:
-    entry = choose_weights([path.name for path in folder.iterdir()], reference.text)
+    names = [path.name for path in folder.iterdir()]
+    if set(names) >= _OF_RUN:  # the weight file there is the state of an optimizer
+        if "model" not in names:
+            told = f"{reference.text}: holds a run, and no model yet"
+            raise UsageError(f"{told}; first atlas merge {shlex.quote(str(folder))} -o MODEL")
+        folder /= "model"
+        names = [path.name for path in folder.iterdir()]
+    entry = choose_weights(names, reference.text)
     return Source(reference, folder, tuple(folder / name for name in _members(folder, entry)))
 
 

@@ -96,7 +96,7 @@ def extract_adapter(
     theta, tuned, modules = open_pair(base, finetuned, choice, architecture)
     made = _Adapter()
     for name in sorted(tuned):
-        _add(made, name, theta, tuned[name], modules, form)
+        _add(made, name, theta, tuned[name], modules, form, finetuned.reference.text)
         advance(1)
     if not made.ranks and not made.saved:
         raise MismatchError(
@@ -157,13 +157,14 @@ def _add(
     tuned: LazyTensor,
     modules: Modules,
     form: AdapterForm,
+    where: str,
 ) -> None:
     """Keep what changed in a tensor: as factors, or whole, or not at all."""
     values = tuned.read().float()
     delta = values - theta[name].read().float().reshape(values.shape)
     square = float(delta.double().square().sum())
     if not math.isfinite(square):
-        raise CheckpointError(f"{name}: holds values that are not finite (NaN or Inf)")
+        raise CheckpointError(f"{where}: {name} holds values that are not finite (NaN or Inf)")
     if not square:
         return
     made.total += square

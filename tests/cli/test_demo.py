@@ -14,7 +14,7 @@ import pytest
 from conftest import TIMEOUT
 from warm import atlas, start
 
-from atlas_cli.cli.demo_run import Story
+from atlas_cli.cli.demo_run import Story, going_on
 from atlas_cli.cli.demo_story import (
     EXPERIMENTS,
     CommandLine,
@@ -83,6 +83,13 @@ def test_lines_that_run_at_once_are_told_one_after_the_other() -> None:
     assert lines == ["first says", "$ atlas eval b", "second says", "\n# two", "$ atlas eval c"]
     story.end(third, "third says")
     assert told[-1] == "third says"
+
+
+def test_every_line_knows_the_option_with_which_it_is_run_again(call) -> None:
+    for line in [line for section in (*sections(), drawing("x.png")) for line in section.lines]:
+        if line.made:
+            text = call(line.arguments[0], "--help").out
+            assert all(option in text for option in going_on(line))
 
 
 def test_a_picture_beside_the_folder_is_called_by_its_name() -> None:
@@ -210,15 +217,24 @@ def working_in(folder: Path) -> list[str]:
     return found
 
 
+def commands_done(folder: Path) -> int:
+    """How many commands of a demo its notes say are done."""
+    with suppress(OSError, ValueError):
+        return len(json.loads((folder / "demo.json").read_text())["done"])
+    return 0
+
+
 @pytest.mark.slow
 def test_killed_and_run_again_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
     whole = run("-o", "whole", "--json", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    for seconds in (25, 40):
+    for done in (2, 7):  # commands, after which it is killed within another
         process = start("demo", "-o", "killed", "--json", cwd=tmp_path, stdout=-3, stderr=-3)
-        time.sleep(seconds)
+        while commands_done(tmp_path / "killed") < done and process.poll() is None:
+            time.sleep(0.1)
+        time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
     again = run("-o", "killed", "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "going on in killed" in again.stderr

@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import TIMEOUT, write_images
 from finetuned import opened, read_split, write_task, write_world
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from stopping import kill_and_resume
 from warm import start
 
@@ -351,3 +352,33 @@ def test_all_images_are_trained_on_where_nothing_has_to_be_selected(call, world,
         for how in ("last", "best")
     ]
     assert losses[0] != losses[1]  # of six images, and of three
+
+
+def test_a_run_that_held_images_out_where_nothing_is_selected_is_not_mixed_up(
+    call, world, tmp_path
+):
+    """An earlier version did so: another half of the images would be trained on from here."""
+    task, run = write_images(tmp_path / "few", count=2), tmp_path / "run"
+    command = ("finetune", task, "--model", world / "base", *QUICK, "-o", run)
+    assert call(*command).code == 0
+    state = run / "state.safetensors"
+    with safe_open(state, "pt") as file:
+        facts = json.loads(file.metadata()["atlas_run"])
+    facts |= {"accuracies": [0.5], "over": False}
+    save_file(load_file(state), state, {"atlas_run": json.dumps(facts)})
+    result = call(*command, "--resume")
+    assert (result.code, len(result.error_lines)) == (1, 1)
+    assert "held images out of training here; start anew with --force" in result.err
+
+
+def test_the_folder_of_a_run_stands_for_its_model(call, world, tmp_path):
+    run = tmp_path / "run"
+    assert call(*arguments(world, "-o", run)).code == 0
+    data = ("--data", world / "pets", "--workers", "0", "--json")
+    found = [json.loads(call("eval", name, *data).out) for name in (run, run / "model")]
+    assert found[0]["results"][0]["top1"] == found[1]["results"][0]["top1"]
+    vectors = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for name, vector in zip((run, run / "model"), vectors, strict=True):
+        assert call("extract", world / "base", name, "-o", vector).code == 0
+    first, second = map(load_file, vectors)
+    assert all(torch.equal(first[name], second[name]) for name in second)

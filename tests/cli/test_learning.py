@@ -14,11 +14,16 @@ import pytest
 import torch
 import yaml
 from conftest import TIMEOUT, Result, write_images, write_open_clip
-from learned_runs import WEIGHTS, write_tuned
+from learned_runs import WEIGHTS, write_tuned, write_world
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stopping import kill_and_resume
 from warm import start
+
+from atlas_cli.learning.fit import fit
+from atlas_cli.learning.run import RunOptions
+from atlas_cli.recipes.fit import FitRecipe
+from atlas_cli.recipes.model import check_recipe
 
 QUICK = ("--batch-size", "6", "--min-steps", "2", "--epochs", "2", "--quiet")
 CLASSES = ("cat", "dog", "fish")
@@ -371,7 +376,7 @@ MISTAKES = {
     "too few": (fixed("--shots", "9"), 1, "images, fewer than 9"),
     "shots": (fixed("--shots", "few"), 2, "--shots: expected a number of images"),
     "no vectors": (fixed("--vectors", "nowhere.safetensors"), 2, "no such task vector: nowhere"),
-    "diverged": (fixed("--lr", "1e30"), 1, "the loss became nan"),
+    "diverged": (fixed("--lr", "1e30"), 1, "the loss diverged at every rate from 1e+30"),
     "select": (fixed("--select", "best"), 2, "--select: expected last, holdout, kfold or val:"),
     "granularity": (fixed("--granularity", "layer"), 2, "--granularity: expected block, vector"),
     "group": (fixed("--group", "("), 2, "--groups: not a regular expression"),
@@ -458,3 +463,36 @@ def test_on_a_terminal_a_bar_tells_how_it_goes(on_terminal, world, command: str)
     shown = on_terminal(*given)
     assert "images/s" in shown
     assert "loss" in shown
+
+
+def test_a_run_that_diverges_backs_off_says_so_and_can_be_stopped_in_between(call, tmp_path):
+    world = write_world(tmp_path)
+    given = ["fit", world / "photos", "--model", world / "base", "--vectors", world / "v"]
+    given += ["--batch-size", "8", "--epochs", "4", "--min-steps", "6", "--augment", "none"]
+    given += ["--lr", "300"]
+    found = call(*given, "-o", tmp_path / "run")
+    assert found.code == 0
+    said = [line for line in found.err.splitlines() if "warning: step" in line]
+    assert len(said) == 2
+    assert "the loss rose to nan; goes on as at the start at half the rate" in said[0]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    back = [row for row in rows if "back_to" in row]
+    assert [(row["loss"], row["back_to"]) for row in back] == [(None, 0), (None, 0)]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert call("report", tmp_path / "run", "-o", tmp_path / "page.html").code == 0
+
+    def interrupted(after: int) -> Callable[[], bool]:
+        steps = iter(range(after))
+        return lambda: next(steps, None) is None
+
+    keys = {"batch_size": 8, "epochs": 4, "min_steps": 6, "augment": "none", "lr": 300.0}
+    keys |= {"model": str(world / "base"), "vectors": [str(world / "v")]}
+    recipe = check_recipe(FitRecipe, {"data": str(world / "photos"), **keys})
+    folder = tmp_path / "stopped"
+    for after in (back[0]["number"] - 1, 1, 1, 99):
+        options = RunOptions(folder=folder, resume=folder.exists(), device="cpu")
+        fit(recipe, options, stop=interrupted(after))
+    names = ("coefficients.json", "metrics.jsonl")
+    whole, parts = ([(run / n).read_text() for n in names] for run in (tmp_path / "run", folder))
+    assert parts == whole

@@ -82,8 +82,10 @@ def test_an_accuracy_is_in_percent_wherever_it_is_written(call, world, tmp_path)
     assert max(row["top1_percent"] for row in rows) > 1
 
 
-def test_every_chart_of_a_picture_has_its_own_legend(call, world, tmp_path):
-    """Below it: above, a legend would stand over the title of its chart, or of another."""
+def test_every_chart_of_a_picture_has_its_own_legend_and_accuracies_go_to_a_hundred(
+    call, world, tmp_path
+):
+    """Legends are below: above, one would stand over the title of its chart, or of another."""
     folder = learn(world, "negate", tmp_path / "run", "--control", world / "others")
     assert call("inspect", folder, "--plot", tmp_path / "x.svg").code == 0
     root = ElementTree.parse(tmp_path / "x.svg").getroot()
@@ -92,6 +94,10 @@ def test_every_chart_of_a_picture_has_its_own_legend(call, world, tmp_path):
     legends = [y for text, y in texts if text == "zero-shot"]
     assert len(titles) == len(legends) == 2
     assert min(legends) > max(titles)
+    words = [text for text, _ in texts]
+    shares = [text for text in words if "in percent" in text]
+    assert len(shares) == 3  # a curve, and the classes of both tasks
+    assert words.count("100") == len(shares)
 
 
 def texts_of(element: ElementTree.Element, down: float = 0.0) -> Iterator[tuple[str, float]]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from atlas_cli.cli import terminal
+
 ROWS = [
     {"model": "builtin:tiny", "images": "1,000", "top-1": "36.90", "delta": "", "p": ""},
     {"model": "models/learned", "images": "1,000", "top-1": "75.70", "delta": "+38.8", "p": "1e-9"},
@@ -67,7 +69,7 @@ def test_messages_keep_their_words_whole_and_errors_their_commands() -> None:
     lines = drawn(40, MESSAGES)
     assert lines[:2] == [
         "atlas: validation top-1 on images held",
-        "out: zero-shot 35.00 -> learned 80.00",
+        "  out: zero-shot 35.00 -> learned 80.00",
     ]
     assert lines[2].endswith("; run: pip install 'this>=1' 'that>=2'")
     cells = [line.split("  ") for line in map(str.strip, lines[3:]) if line]
@@ -78,16 +80,51 @@ def test_messages_keep_their_words_whole_and_errors_their_commands() -> None:
     ]
 
 
-def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
-    from atlas_cli.cli.terminal import _shortened
+def test_a_short_cell_is_whole_beside_a_long_name() -> None:
+    """The name takes two lines instead."""
+    row = {"method": "zero-shot", "control builtin:everything": "98.12", "target a": "1.00"}
+    shown = terminal.draw_table([row], "", 40, plain=True)
+    lines = [line.strip().split("  ") for line in shown.splitlines()]
+    assert [line[-1].strip() for line in lines if len(line) > 1] == ["zero-shot", "98.12", "1.00"]
+    assert max(map(len, shown.splitlines())) <= 40
 
+
+def test_a_command_line_is_broken_so_that_it_can_be_copied(tmp_path: Path) -> None:
+    line = "$ printf '%s|' --data a b 'c  d' --epochs 5 -o \"e ' f\" --json > said.txt"
+    for width in (12, 20, 30, 40, 80):
+        shown = terminal.fit(f"# A title of several words\n{line}", width)
+        words = [row for row in shown.splitlines() if row.startswith("# ")]
+        assert " ".join(row[2:] for row in words) == "A title of several words"
+        assert max(map(len, shown.splitlines())) <= max(width, 20)
+        assert "--epochs 5" in shown
+        assert "> said.txt" in shown  # an option stays with its value
+        command = shown.partition("$ ")[2]
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+        assert (tmp_path / "said.txt").read_text() == "--data|a|b|c  d|--epochs|5|-o|e ' f|--json|"
+    assert terminal.fit(line, None) == line  # of a file
+
+
+def test_a_table_that_another_process_shows_fits_its_terminal(run_python) -> None:
+    """`atlas demo` shows what its commands say; without a terminal a row is a line."""
+    rows = [{"top-1 in percent": "learned", **{f"builtin:task{n}": 97.5 for n in range(6)}}]
+    code = "import sys; sys.stderr = sys.stdout; from atlas_cli.cli import console; "
+    code += f"console.tell_table({rows!r})"
+    assert max(map(len, run_python(code).splitlines())) > 80
+    for columns in (40, 80):
+        shown = run_python(code, ATLAS_SHOWN_COLUMNS=str(columns))
+        assert max(map(len, shown.splitlines())) <= columns
+        assert shown.split().count("97.50") == 6
+        assert "\x1b" not in shown
+
+
+def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
     name = "models/experiments/2026/learned_on_house_numbers"
     rows = [{"model": name, "data": "digits", "top-1": "36.90"}]
-    (cut,) = _shortened(["model", "data", "top-1"], rows, 40)
+    (cut,) = terminal._shortened(["model", "data", "top-1"], rows, 40)
     assert (cut["data"], cut["top-1"]) == ("digits", "36.90")
     assert len(cut["model"]) == 40 - 2 * 4 - len("digits") - len("36.90")
     start, end = cut["model"].split("…")
     assert name.startswith(start)
     assert name.endswith(end)
     assert min(len(start), len(end)) > 8
-    assert _shortened(["model", "data", "top-1"], rows, 100) == rows
+    assert terminal._shortened(["model", "data", "top-1"], rows, 100) == rows

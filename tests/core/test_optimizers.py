@@ -158,3 +158,54 @@ def test_one_goes_on_also_after_an_overflow_in_the_very_first_step():
     wanted, found = take_steps(first, 5), take_steps(second, 5)
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     assert second.scaler.get_scale() == first.scaler.get_scale()
+
+
+def run_away(optimizer: CoefficientOptimizer, count: int) -> list[tuple[float, int | None]]:
+    """Steps on a quadratic that is no number beyond 100, as `descend` takes them."""
+    found = []
+    for _ in range(count):
+        values = optimizer.coefficients.detach()
+        loss = (values - 1).square().mean().item() if values.abs().max() < 100 else math.nan
+        if not optimizer.goes_back(loss):
+            optimizer.step(2 * (values - 1) / values.numel())
+        found.append((loss, optimizer.back_to))
+    return found
+
+
+@pytest.mark.parametrize("rate", [20.0, 500.0])  # far above the first loss; no number at all
+def test_a_loss_that_runs_away_is_sent_back_at_half_the_rate_until_it_falls(rate):
+    config = OptimizerConfig(rate=rate, decay=0.0, schedule="constant", backs_off=True)
+    start = torch.zeros(2, 3)
+    whole = CoefficientOptimizer(start, 80, config)
+    found = run_away(whole, 80)
+    back = [number for number, (_, to) in enumerate(found) if to is not None]
+    assert 1 <= len(back) < 20
+    assert all(found[n + 1][0] == found[to][0] for n in back if (to := found[n][1]) is not None)
+    assert whole.rate == rate / 2 ** len(back)
+    assert whole.number == 80
+    assert found[-1][0] < found[0][0]
+    assert not whole.is_lost
+    for stop in (back[0], back[0] + 1, back[-1] + 1, 70):  # it goes on as if it had not stopped
+        first = CoefficientOptimizer(start, 80, config)
+        run_away(first, stop)
+        second = CoefficientOptimizer(start, 80, config)
+        second.restore(first.state())
+        assert repr(run_away(second, 80 - stop)) == repr(found[stop:])
+        assert torch.equal(second.values, whole.values)
+
+
+def test_a_loss_that_stays_high_is_sent_back_and_one_that_overshoots_is_not():
+    config = OptimizerConfig(backs_off=True)
+    for losses, wanted in (([1.0] + 8 * [3.5], 8), ([1.0, *7 * [3.5], 2.9, *7 * [3.5]], None)):
+        optimizer = CoefficientOptimizer(torch.zeros(1, 1), 20, config)
+        went = [optimizer.goes_back(loss) for loss in losses]
+        assert went == [number == wanted for number in range(len(losses))]
+
+
+def test_nothing_is_sent_back_unless_it_is_asked_for_or_where_there_is_nothing_good():
+    assert not CoefficientOptimizer(START, 5, OptimizerConfig()).goes_back(math.nan)
+    optimizer = CoefficientOptimizer(START, 5, OptimizerConfig(backs_off=True))
+    assert not optimizer.goes_back(math.nan)  # of the first step: the caller stops
+    lost = CoefficientOptimizer(torch.zeros(1, 1), 90, OptimizerConfig(1e30, backs_off=True))
+    assert [to for _, to in run_away(lost, 41)].count(0) == 20
+    assert lost.is_lost

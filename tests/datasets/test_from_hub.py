@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TIMEOUT
+from faults import messages
 from hub import Hub
 from hub_datasets import coloured, parquet
 from PIL import Image
@@ -51,7 +52,7 @@ def opened(hub: Hub, tmp_path: Path) -> Callable[..., list[Any]]:
     def open_all(*asked: tuple[str, dict[str, Any]], **environment: str) -> list[Any]:
         surroundings = hub.env(tmp_path / "hf", ATLAS_CACHE=f"{tmp_path}/cache")
         done = subprocess.run(
-            [sys.executable, "-c", OPEN, json.dumps(asked)],
+            [sys.executable, "-c", messages.RECORD + OPEN, json.dumps(asked)],
             env=surroundings | {"HF_HUB_OFFLINE": "0"} | environment,
             capture_output=True,
             text=True,
@@ -162,6 +163,7 @@ def test_what_cannot_be_read_is_told_in_one_line(hub: Hub, opened, tmp_path: Pat
     hub.add("datasets/me/secret", {FILE: b""})
     hub.require_token("datasets/me/secret", "hf_x")
     hub.add("datasets/me/broken", {FILE: b"no parquet" * 100})
+    hub.add("datasets/me/words", {"README.md": b"no images yet"})
     cases: list[tuple[str, dict[str, Any], int, str]] = [
         ("hf:me/missing", {}, 3, "no such dataset on the Hub"),
         ("hf:me/secret", {}, 3, "no such dataset on the Hub, or not allowed"),
@@ -170,6 +172,7 @@ def test_what_cannot_be_read_is_told_in_one_line(hub: Hub, opened, tmp_path: Pat
         ("hf:me/small@train", {"split": "test"}, 2, "names a split, and --split test another"),
         ("hf:a/b/c", {}, 2, "expected hf:OWNER/NAME"),
         ("hf:me/broken@train", {}, 1, "cannot be read: Parquet magic bytes not found"),
+        ("hf:me/words", {}, 1, "has no files that `datasets` reads"),
         ("hf:me/text@train", {}, 1, "does not say what its columns are"),
         ("hf:me/small@train", {"shots": 3}, 1, "class '0' has 1 images, fewer than 3"),
     ]

@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--first", type=int, help="seed of the first fault, with --only")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--place", type=Path, help="keeps inputs and usual results for the next")
     parser.add_argument("--log", type=Path, help="a JSON line for every fault")
     parser.add_argument("--table", type=Path, help="print the table of a log, and run nothing")
     given = parser.parse_args()
@@ -80,14 +83,12 @@ def main() -> int:
     import warm
 
     with tempfile.TemporaryDirectory(prefix="atlas-faults-") as name:
-        place = Path(name).resolve()
-        inputs = place / "inputs"
-        inputs.mkdir()
-        commands.write_inputs(inputs)
+        place = (given.place or Path(name)).resolve()
+        subprocess.run([*warm.atlas(), "--version"], check=True, capture_output=True)  # it is there
         _measure_server(warm)
-        known = {one.name: run.clean(one, inputs, place / "clean") for one in commands.COMMANDS}
+        known = _prepared(place)
+        inputs = place / "inputs"
         SECONDS.update({name: one.seconds for name, one in known.items()})
-        _fill_cache(inputs, place)
         work = schedule(given.count, given.seed, given.only)
         if given.first is not None:
             work = [(given.only, given.first + number) for number in range(given.count)]
@@ -97,8 +98,9 @@ def main() -> int:
 
         def do(job: tuple[int, tuple[str, int]]) -> None:
             number, (kind, seed) = job
+            own = place / f"fault{given.seed}-{number}"
             try:
-                outcome = run.one_fault(kind, seed, known, inputs, place / f"fault{number}")
+                outcome = run.one_fault(kind, seed, known, inputs, own)
             except Exception as problem:  # a fault of the harness must not hide the others
                 outcome = run.Outcome(kind, "harness", repr(problem), seed, wrong=["harness"])
             outcomes.append(outcome)
@@ -108,9 +110,7 @@ def main() -> int:
                 log.flush()
             if not outcome.survived:
                 print(json.dumps(facts), file=sys.stderr, flush=True)
-            import shutil
-
-            shutil.rmtree(place / f"fault{number}", ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
 
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(do, enumerate(work)))
@@ -135,10 +135,21 @@ def _measure_server(warm: object) -> None:
     os.environ["FAULTS_MARK"] = str(os.getpid())
 
 
+def _prepared(place: Path) -> dict[str, run.Clean]:
+    """Inputs, a filled cache, and what every command gives when nothing happens."""
+    inputs, usual = place / "inputs", place / "usual.json"
+    if not usual.exists():
+        inputs.mkdir(parents=True)
+        commands.write_inputs(inputs)
+        known = {one.name: run.clean(one, inputs, place / "clean") for one in commands.COMMANDS}
+        _fill_cache(inputs, place)
+        usual.write_text(json.dumps({name: asdict(one) for name, one in known.items()}))
+    found = json.loads(usual.read_text())
+    return {name: run.Clean(**one) for name, one in found.items()}
+
+
 def _fill_cache(inputs: Path, place: Path) -> None:
     """A cache as earlier runs of all commands leave it."""
-    import shutil
-
     folder = run.fresh(inputs, place / "filling")
     for command in commands.COMMANDS:
         for left in ("out", "out.safetensors", "out.html"):

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
-LONGEST, MOST = 10, 1 << 30  # seconds of an input, bytes of growth
+LONGEST, MOST = 10, 1 << 30  # seconds of the processor for an input, bytes of growth
+WAITING = 300  # seconds in all: a reader that waits takes no time of the processor
 TARGETS: dict[str, tuple[Callable[[bytes, Path], Any], Callable[[], list[bytes]]]] = {}
 _events: list[str] = []
 
@@ -430,7 +431,7 @@ def problem_with(name: str, content: bytes, folder: Path) -> str | None:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     _events.clear()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    signal.alarm(LONGEST)
+    _limit(LONGEST, WAITING)
     try:
         TARGETS[name][0](content, folder)
     except AtlasError:
@@ -440,14 +441,11 @@ def problem_with(name: str, content: bytes, folder: Path) -> str | None:
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"[:300]
     finally:
-        signal.alarm(0)
+        _limit(0, 0)
     if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 > MOST:
         return "more than a gigabyte"
-    strange = [
-        event
-        for event in _events
-        if str(folder) not in event and tempfile.gettempdir() not in event
-    ]
+    own = (str(folder), tempfile.gettempdir(), os.environ.get("ATLAS_CACHE", str(folder)))
+    strange = [event for event in _events if not any(place in event for place in own)]
     return f"did {strange[0]}" if strange else None
 
 
@@ -455,12 +453,21 @@ class _Late(BaseException):
     pass
 
 
+def _limit(seconds: int, waiting: int) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(waiting)
+
+
 def _late(number: int, frame: object) -> None:
     raise _Late
 
 
+STARTED = ("subprocess.Popen", "os.system", "socket.connect", "os.exec", "os.fork")
+CHANGED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
+
+
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("subprocess.Popen", "os.system", "socket.connect", "os.exec", "os.fork"):
+    if event in (*STARTED, "os.posix_spawn", *CHANGED):
         _events.append(f"{event} {arguments}")
     elif (
         (
@@ -498,18 +505,23 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append")
     parser.add_argument("--keep", action="store_true", help="keep what is found in the corpus")
     given = parser.parse_args()
-    signal.signal(signal.SIGALRM, _late)
-    with tempfile.TemporaryDirectory() as name:  # libraries that are imported may do anything
+    for number in (signal.SIGALRM, signal.SIGPROF):  # nothing is late while libraries load
+        signal.signal(number, signal.SIG_IGN)
+    with tempfile.TemporaryDirectory() as name:  # and they may do anything
         for one, (_, seeds) in TARGETS.items():
             for content in seeds():
                 problem_with(one, content, Path(name))
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, _late)
     sys.addaudithook(_hook)
     print("| reader | inputs | CPU seconds | findings |\n| --- | ---: | ---: | ---: |")
     worst = 0
     with tempfile.TemporaryDirectory(prefix="atlas-fuzz-") as name:
         os.environ["ATLAS_CACHE"] = str(Path(name) / "cache")
+        tempfile.tempdir = str(Path(name) / "temporary")  # no other place may be written to
         folder = Path(name) / "input"
-        folder.mkdir()
+        for own in (folder, Path(tempfile.tempdir)):
+            own.mkdir()
         for one in given.target or TARGETS:
             start = time.process_time()
             tried, found = fuzz(one, given.minutes * 60, given.seed, folder)

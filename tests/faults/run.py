@@ -126,7 +126,8 @@ def one_fault(
         outcome.detail = fault.detail
         target = _target(fault, folder)
         _judge(fault, outcome, expected, target, folder)
-        if not outcome.wrong and fault.stopped and target is not None:
+        again = fault.stopped or _cannot_remove(fault)
+        if not outcome.wrong and again and target is not None:
             _go_on(fault, outcome, expected, target, folder)
     _look_for_orphans(folder, outcome)
     return outcome
@@ -178,11 +179,16 @@ def _judge(
     if fault.harmless and outcome.code != 0:
         outcome.lost.append(f"exit code {outcome.code} for a fault that costs nothing")
     _compare(fault, outcome, expected, target)
-    cannot = (
-        "unlink" in fault.detail or ".lock" in fault.detail or "is in the way" in outcome.err
-    )  # and so it is told
+    # What cannot be removed is removed by the next run, or told.
+    told = ".lock" in fault.detail or "is in the way" in outcome.err
+    cannot = told or _cannot_remove(fault)
     if outcome.code not in (-9, -1) and not fault.stopped and not cannot:
         _look_for_left_overs(folder, outcome)
+
+
+def _cannot_remove(fault: Fault) -> bool:
+    """Whether the system removes no file, or opens no folder to see what is in it."""
+    return fault.detail.startswith(("unlink fails", "openat fails"))
 
 
 def _compare(fault: Fault, outcome: Outcome, expected: Clean, target: Path | None) -> None:

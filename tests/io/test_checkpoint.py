@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,12 @@ def test_a_header_that_does_not_describe_the_data_is_refused(tmp_path: Path):
             open_safetensors(path)
         with pytest.raises(SafetensorError):  # the library says so, too
             safe_open(path, framework="np").__enter__()
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path):
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(100)}, path)
+    found = open_safetensors(path)["a"]
+    os.truncate(path, path.stat().st_size - 4)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors: changed while it was being read"):
+        found.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from learned_runs import write_world
 from safetensors.torch import load_file
 
 import atlas_cli
+from atlas_cli.core.adapters import Head
 from atlas_cli.errors import AtlasError, CheckpointError, DataError, MismatchError, UsageError
 from atlas_cli.learning.fit import Fitting
-from atlas_cli.learning.heads import candidates, chosen, label_of
+from atlas_cli.learning.heads import candidates, chosen, label_of, mean_head
+from atlas_cli.learning.loop import CoefficientTrainer
 from atlas_cli.learning.run import RunOptions, prepare
+from atlas_cli.learning.selection import Last, Scoring
 from atlas_cli.models.clip import HEAD
 from atlas_cli.recipes.fit import FitRecipe
 from atlas_cli.recipes.model import check_recipe
@@ -34,6 +38,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def keys(world: Path, **more: object) -> dict[str, object]:
     return {"model": world / "base", "vectors": [world / "v"], **QUICK, **more}
+
+
+def texts(given: dict[str, object]) -> dict[str, object]:
+    """The same as a recipe has it."""
+    return json.loads(json.dumps(given, default=str))
 
 
 def merged(recipe, folder: Path):
@@ -194,21 +203,47 @@ def test_folds_of_the_shots_decide_which_head_is_kept(world, tmp_path):
     )
 
 
-def test_the_joint_head_stays_unless_another_is_clearly_better_on_images_held_out():
+def test_the_mean_head_stays_unless_another_is_clearly_better_on_images_held_out():
     names = [label_of(one) for one in candidates()]
     level = dict.fromkeys(names, 0.5) | {f"{name} loss": 1.0 for name in names}
-    assert chosen(level, 100) == (True, "joint")
-    assert chosen({**level, "base lpp": 0.52}, 100) == (True, "joint")  # within what chance does
+    assert chosen(level, 100) == (True, "mean")
+    assert chosen({**level, "base lpp": 0.52}, 100) == (True, "mean")  # within what chance does
     assert chosen({**level, "base lpp": 0.6}, 100) == (False, "lpp")
     tied = {**level, "base lpp": 0.6, "composed tip-f": 0.6, "composed tip-f loss": 0.9}
     assert chosen(tied, 100) == (True, "tip-f")
+
+
+def test_the_mean_of_a_head_and_a_longer_one_of_the_same_direction_is_that_head():
+    text = torch.zeros(3, 4)
+    weight = torch.arange(12.0).view(3, 4).square()
+    common = torch.tensor([5.0, -1.0, 0.0, 2.0])  # of all classes: no prediction shows it
+    left, right = (Head("probe", {"weight": w}, text) for w in (weight, 7 * weight + common))
+    wanted = weight - weight.mean(0)
+    torch.testing.assert_close(mean_head(left, right).parameters["weight"], wanted)
+    torch.testing.assert_close(mean_head(left, left).parameters["weight"], wanted)
+
+
+def test_what_is_kept_is_the_mean_of_all_training_passes(world):
+    recipe = check_recipe(
+        FitRecipe, {"data": str(world / "photos"), **texts(keys(world, preset="best")), "epochs": 1}
+    )
+    with prepare(Fitting(recipe), RunOptions()) as ready:
+        trainer = CoefficientTrainer(ready.objective, ready.policy)
+        single = [
+            CoefficientTrainer(ready.objective, Last(replace(fold, scoring=Scoring.NEVER)))
+            for fold in ready.policy.folds
+        ]
+        passes = [[*one.learn(one.begin())][-1].best for one in single]
+        found = [*trainer.learn(trainer.begin())][-1].best
+    assert len(passes) > 2
+    torch.testing.assert_close(found, torch.stack(passes).mean(0))
 
 
 def test_one_image_of_a_class_leaves_nothing_to_validate_on(world, tmp_path):
     write_images(tmp_path / "single", ("cat", "dog"), 1)
     given = {**keys(world, adapter="auto"), "epochs": 1}
     found = atlas_cli.fit(tmp_path / "single", **given)
-    assert found.facts["choice"] == "composed joint"
+    assert found.facts["choice"] == "composed mean"
     assert found.recipe.head.adapter == "probe"
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from learned_runs import QUICK, learn, write_world
+from PIL import Image
 
 from atlas_cli.core.budget import RANKINGS
+from atlas_cli.datasets.dataset import load, open_dataset
 from atlas_cli.learning.batches import score
 from atlas_cli.learning.fit import Fitting
-from atlas_cli.learning.ranking import gradient_at_base, measure
+from atlas_cli.learning.ranking import gradient_at_base, measure, similarities
 from atlas_cli.learning.run import RunOptions, prepare
 from atlas_cli.recipes import fit as recipes
 from atlas_cli.recipes.model import check_recipe
@@ -22,6 +25,12 @@ from atlas_cli.vectors.format import open_checked
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_world(tmp_path_factory.mktemp("world"))
+
+
+def write_white(folder: Path) -> None:
+    for name in ("snow", "paper"):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), "white").save(folder / name / "0.png")
 
 
 def test_slopes_are_the_derivatives_of_the_loss_by_the_coefficients_at_zero(world):
@@ -50,7 +59,9 @@ def test_what_is_kept_fits_and_is_learned_with_and_merged(call, world, tmp_path)
     whole = sum(path.stat().st_size for path in (world / "v").iterdir())
     for rank_by in RANKINGS:
         run, merged = tmp_path / rank_by, tmp_path / f"{rank_by}-model"
-        more = ("--budget", f"{whole // 3}B", "--rank-by", rank_by)
+        more = ["--budget", f"{whole // 3}B", "--rank-by", rank_by]
+        if rank_by == "features":
+            more += ["--images-of", *(f"{name}={world / 'photos'}" for name in ("birds", "<cars>"))]
         learn(world, "fit", run, *more, "--select", f"val:{world / 'photos'}")
         kept = sorted((run / "vectors").glob("*.safetensors"))
         assert sum(path.stat().st_size for path in kept) < whole / 2  # with their headers
@@ -59,6 +70,53 @@ def test_what_is_kept_fits_and_is_learned_with_and_merged(call, world, tmp_path)
         scored = json.loads(call("eval", merged, "--data", world / "photos", "--json").out)
         told = json.loads((run / "result.json").read_text())
         assert scored["results"][0]["top1"] == pytest.approx(told["learned"])
+
+
+def test_features_take_the_vectors_whose_images_look_most_like_the_data(call, world, tmp_path):
+    given = ["fit", world / "photos", "--model", world / "base", "--pool", world / "v"]
+    ranked = [*given, "--rank-by", "features", "--keep-vectors", "1", "--rank-only", "--json"]
+    write_white(tmp_path / "others")
+    for own, other in (("birds", "<cars>"), ("<cars>", "birds")):
+        images = [f"{own}={world / 'photos'}", f"{other}={tmp_path / 'others'}"]
+        told = json.loads(call(*ranked, "--images-of", *images).out)
+        assert told["vectors"] == [own]
+        assert told["rank_by"] == "features"
+    found = call(*ranked, "--images-of", f"birds={world / 'photos'}")
+    assert found.code == 2
+    assert "--images-of <cars>=DATA" in found.err
+    assert "no such vector" in call(*ranked, "--images-of", f"bird={world / 'photos'}").err
+    unused = call(*given, "--keep-vectors", "1", "--rank-only", "--images-of", "birds=x")
+    assert "is for rank_by features" in unused.err
+
+
+def test_similarities_are_cosines_of_mean_features(world, tmp_path):
+    write_white(tmp_path / "others")
+    texts = {"birds": str(tmp_path / "others"), "<cars>": str(world / "photos")}
+    given = {"data": str(world / "photos"), "model": str(world / "base"), "budget": "1MB"}
+    images = [f"{name}={text}" for name, text in texts.items()]
+    recipe = check_recipe(
+        recipes.FitRecipe,
+        {**given, "vectors": [str(world / "v")], "rank_by": "features", "images_of": images},
+    )
+    plain = recipe.model_copy(update={"budget": None})
+    with prepare(Fitting(plain), RunOptions(threads=1, device="cpu")) as ready:
+        inputs = replace(ready.inputs, recipe=recipe)
+        found = similarities(inputs, ready.pool.members)
+        clip = ready.setup.clip
+
+        def mean(text: str) -> torch.Tensor:
+            dataset, total = open_dataset(text, preferred=("train",)), 0.0
+            for sample in dataset.samples:
+                with torch.no_grad():
+                    feature = clip.module.visual(clip.preprocess(load(dataset, sample))[None])[0]
+                total = total + feature.double() / feature.double().norm()
+            return total / len(dataset.samples)
+
+        own = mean(given["data"])
+        for member, value in zip(ready.pool.members, found.tolist(), strict=True):
+            other = mean(texts[member.name])
+            wanted = (own @ other / own.norm() / other.norm()).item()
+            assert value == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_ranking_is_shown_without_learning(call, world):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import os
 import platform
+import resource
 import struct
 import time
 from pathlib import Path
@@ -19,8 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
+from atlas_cli.io.checkpoint import read_metadata
 from atlas_cli.io.files import FolderLock
-from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer, Step
+from atlas_cli.learning.batches import Step
+from atlas_cli.learning.loop import Checkpoint, CoefficientTrainer
 from atlas_cli.learning.run_folder import RunFolder, SavedRun, check_folder, open_run
 from atlas_cli.learning.selection import Score
 
@@ -69,12 +75,12 @@ def same(first: Checkpoint, second: Checkpoint) -> bool:
 
 
 def start(folder: Path, config: dict = CONFIG) -> RunFolder:
-    with open_run(folder, config, resume=False, force=True) as run:
+    with open_run(folder, config, {}, resume=False, force=True) as run:
         return run
 
 
 def go_on(folder: Path, config: dict = CONFIG) -> RunFolder:
-    with open_run(folder, config, resume=True, force=False) as run:
+    with open_run(folder, config, {}, resume=True, force=False) as run:
         return run
 
 
@@ -440,6 +446,18 @@ def test_damaged_rows_of_metrics_are_one_line_and_change_no_result(tmp_path: Pat
             run.restore()
 
 
+def test_damaged_rows_of_earlier_versions_are_noticed_without_a_digest(tmp_path: Path):
+    save(start(tmp_path), moment_after(1), 1)
+    state = tmp_path / "state.safetensors"
+    facts = json.loads(read_metadata(state)["atlas_run"])
+    del facts["rows_sha256"]
+    save_file(load_file(state), state, {"atlas_run": json.dumps(facts)})
+    assert go_on(tmp_path).restore() is not None
+    (tmp_path / "metrics.jsonl").write_text('{"step": \n')
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: is damaged; --force starts anew"):
+        go_on(tmp_path).restore()
+
+
 def test_a_stale_lock_goes_also_when_the_folder_is_refused(call, tmp_path: Path):
     folder = tmp_path / "run"
     save(start(folder), moment_after(1), 1)
@@ -450,6 +468,20 @@ def test_a_stale_lock_goes_also_when_the_folder_is_refused(call, tmp_path: Path)
         result = call("fit", "builtin:digits", *given, "-o", folder, *flags)
         assert result.code == (2 if flags else 1), result.err
         assert not (folder / ".atlas.lock").exists()
+
+
+def test_a_disk_that_takes_nothing_keeps_neither_a_lock_nor_a_folder(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, most in itertools.product(("run", "empty"), (0, 100)):  # 100: a lock, no more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, usual[1]))
+        try:
+            with pytest.raises(AtlasError) as caught:
+                start(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert "cannot be written: File too large" in str(caught.value)
+        assert sorted(tmp_path.rglob("*")) == [tmp_path / "empty"]
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_locks_nothing(
@@ -498,3 +530,38 @@ def test_a_new_run_keeps_no_result_of_the_old_one(tmp_path: Path):
         (tmp_path / "run" / name).touch()
         run.abandon()
         assert not (tmp_path / "run" / name).exists()
+
+
+def test_what_a_kill_left_of_files_in_the_making_goes_with_the_next_run_at_once(tmp_path: Path):
+    for begin in (start, go_on):
+        save(start(tmp_path), moment_after(1), 1)
+        for name in (".state.safetensors.atlas-ab12.part", ".result.json.atlas-x.part"):
+            (tmp_path / name).write_text("half")
+        (tmp_path / ".model.atlas-cd34.part").mkdir()
+        (tmp_path / ".mine.part").touch()
+        begin(tmp_path)
+        assert [path.name for path in tmp_path.glob(".*")] == [".mine.part"]
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_one_line_and_stays(tmp_path: Path):
+    save(start(tmp_path), moment_after(1), 1)
+    os.mkfifo(tmp_path / ".atlas.lock")
+    for refused in (go_on, lambda folder: check_folder(folder, resume=True, force=False)):
+        with pytest.raises(AtlasError, match=r"\.atlas\.lock: is in the way, and is no file"):
+            refused(tmp_path)
+        assert (tmp_path / ".atlas.lock").is_fifo()
+
+
+def test_no_descriptor_beyond_the_lock_leaves_no_lock(tmp_path: Path):
+    save(start(tmp_path), moment_after(1), 1)
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in (0, 1, 2):
+        free = os.open(os.devnull, os.O_RDONLY)  # the lowest that is free
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, usual[1]))
+        try:
+            with contextlib.suppress(AtlasError):
+                go_on(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert not (tmp_path / ".atlas.lock").exists()

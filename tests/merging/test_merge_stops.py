@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.staging import StagingFolder, check_space
-from atlas_cli.merging.merge import check_target
+from atlas_cli.merging.merge import check_place, check_target
 
 ROOMY = ("--memory", "8GB")
 
@@ -338,4 +339,54 @@ def test_a_file_that_may_not_grow_is_one_line_and_leaves_nothing(run, recipe: Pa
     result = run("merge", recipe, "-o", "out", before=limit)
     assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err
     assert os.strerror(errno.EFBIG) in result.err
+    assert not [path for path in recipe.parent.iterdir() if "out" in path.name]
+
+
+def test_few_descriptors_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch):
+    """Nothing but that line: torch's first operation needs a descriptor, too."""
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        write_model(tmp_path / f"m{number}", llama(number, layers=1, width=16), shards=2)
+    write_recipe(tmp_path / "r.yaml", linear(1, 2))
+    warm.atlas()  # whose own folder is elsewhere
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    tune = ("finetune", "builtin:digits", "--shots", "1", "--model", "builtin:tiny", "--steps", "1")
+    codes = set()
+    for most, given in itertools.product((4, 5, 6), (("merge", "r.yaml"), tune)):
+
+        def limit(most: int = most) -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+        process = warm.start(*given, "-o", "out", "-q", preexec_fn=limit)
+        out, err = process.communicate()
+        codes.add(process.returncode)
+        if process.returncode:
+            assert (process.returncode, out, len(err.splitlines())) == (1, "", 1), err
+            assert err.startswith("atlas: error: "), err
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names, (most, given)
+    assert 1 in codes
+
+
+def test_a_kill_while_the_rest_of_a_merge_is_removed_is_in_nobodys_way(tmp_path: Path, monkeypatch):
+    target = tmp_path / "out"
+    staging = StagingFolder(target, "work", {"a": 8})
+    with monkeypatch.context() as patched:
+        patched.setattr("atlas_cli.io.staging.remove", lambda folder: None)  # as if killed before
+        staging.abandon()
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (time.time() - 3600,) * 2)
+    check_place(target, force=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_ends_is_one_line_and_leaves_nothing(call, recipe: Path, monkeypatch):
+    def exhausted(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("atlas_cli.merging.execute.complete", exhausted)
+    result = call("merge", recipe, "-o", "out", *ROOMY)
+    assert (result.code, result.out, len(result.error_lines)) == (1, "", 1), result.err
+    assert "memory ran out" in result.err
     assert not [path for path in recipe.parent.iterdir() if "out" in path.name]

@@ -13,15 +13,16 @@ from composing import compose
 from conftest import HALF, TINY_CONFIG
 from torch.func import functional_call
 
-from atlas_cli.core.compose import Composition, by_block, by_vector, stack_blocks
+from atlas_cli.core.compose import Composition, by_block, by_qkv, by_vector, stack_blocks
 from atlas_cli.core.optimizers import CoefficientOptimizer, OptimizerConfig
 from atlas_cli.core.storage import Dense
 from atlas_cli.errors import AtlasError
 from atlas_cli.learning.batches import StatelessData, generator_of
 from atlas_cli.learning.loop import descend
 from atlas_cli.models.clip import build
-from atlas_cli.models.composed import ComposedModel, LossOf
+from atlas_cli.models.composed import ComposedModel, LossOf, key_biases
 from atlas_cli.models.folders import Blueprint
+from atlas_cli.models.trainable import TrainableModel
 from atlas_cli.parallel import thread_pool_for
 
 RESNET = {
@@ -120,6 +121,29 @@ def test_features_and_gradient_are_those_of_autograd_through_the_composition(
         found = ours.gradient()
     assert found.dtype == torch.float64
     assert relative(found, gradient) < 1e-6
+
+
+def test_biases_of_keys_that_no_output_depends_on_have_no_gradient(vit):
+    module, images = vit
+    composition = composition_of(module, layout=by_qkv)
+    labels = composition.layout.labels
+    keys = [n for n, label in enumerate(labels) if label.endswith("in_proj_bias[k]")]
+    assert len(keys) == len(key_biases(module)) == 2
+    table = coefficients_of(composition)
+    other = table.clone()
+    other[:, keys] += 1
+    ours = ComposedModel(module, composition, prefix=PREFIX)
+    features = [(ours.load(one), ours.features(images))[1] for one in (table, other)]
+    assert relative(*features) < 1e-5
+    ours.backward(images, loss_of)
+    gradient = ours.gradient()
+    assert [n for n in range(len(labels)) if not gradient[:, n].any()] == keys
+    trained = TrainableModel(copy.deepcopy(module), [n for n, _ in module.named_parameters()])
+    trained.backward(images, loss_of)
+    found = trained.gradient()
+    for name, keys_of in key_biases(module).items():
+        assert not found[name][keys_of].any()
+        assert found[name].count_nonzero() == found[name].numel() * 2 // 3
 
 
 def test_one_coefficient_per_vector_gathers_the_gradients_of_all_blocks(vit):

@@ -271,8 +271,10 @@ def test_vectors_of_several_storages_in_mapped_files_are_added_together():
     base, total = random(36, seed=5), torch.empty(36)
     add(total, stack, (0, 36), weights, base)
     exact = torch.stack([decode(block).flatten().double() for block in blocks])
-    torch.testing.assert_close(total.double(), base.double() + weights.double() @ exact)
-    torch.testing.assert_close(dot(base, stack, (0, 36)), exact @ base.double())
+    wanted = base.double() + weights.double() @ exact
+    assert (total - wanted).norm() <= 1e-6 * wanted.norm()
+    sizes = exact.norm(dim=1) * base.double().norm()  # float32 sums, in an order of the processor's
+    assert ((dot(base, stack, (0, 36)) - exact @ base.double()).abs() <= 1e-6 * sizes).all()
 
 
 @pytest.mark.parametrize("width", [1, 7, 300, 5000])

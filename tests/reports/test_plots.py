@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from makers import LAYER, MLP, random_values, write_vector
 from PIL import Image
 
@@ -115,3 +117,15 @@ def test_without_the_extra_one_line_says_what_to_install(vectors: list[Path], tm
     before, _, after = done.stdout.partition("refused with 1\n")
     assert before == ""
     assert after
+
+
+def test_too_few_descriptors_for_charts_are_one_line(vectors: list[Path], tmp_path: Path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+
+    arguments = ("inspect", vectors[0], "--plot", tmp_path / "x.svg")
+    process = warm.start(*arguments, preexec_fn=limit)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err == "atlas: error: charts cannot be drawn: Too many open files\n"
+    assert not list(tmp_path.glob("*x.svg*"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from conftest import TIMEOUT
 
 from atlas_cli.errors import UnreachableError
 from atlas_cli.sources import hub
@@ -20,8 +22,13 @@ Answer = tuple[dict[str, str], bytes]
 
 
 @contextmanager
-def answering(answer: Callable[[str], Answer]) -> Iterator[str]:
-    """A server that answers 200 to everything, with headers and a body for each path."""
+def answering(
+    answer: Callable[[str], Answer], then: Callable[[], object] = lambda: None
+) -> Iterator[str]:
+    """A server that answers 200 to everything, with headers and a body for each path.
+
+    `then` happens after a body that is shorter than it was said to be.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -32,6 +39,8 @@ def answering(answer: Callable[[str], Answer]) -> Iterator[str]:
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
+                if headers.get("Content-Length", str(len(body))) != str(len(body)):
+                    then()
 
         do_HEAD = do_GET  # noqa: N815
 
@@ -100,6 +109,27 @@ def test_files_that_are_endless_or_of_another_commit_are_one_line(run, tmp_path:
         assert (result.code, len(result.error_lines)) == (3, 1), (headers, result)
         assert sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) < 10**6
         assert {path.name for path in tmp_path.iterdir()} <= {"hf0", "hf1", "hf2"}
+
+
+@pytest.mark.slow
+def test_a_download_that_stalls_ends(run, tmp_path: Path):
+    """Of the file, a part comes, and then nothing; asked again, the same."""
+    over = threading.Event()
+
+    def answer(path: str) -> Answer:
+        if path.startswith("/api/"):
+            return {}, listing("config.json", "model.safetensors")
+        return {"ETag": '"a"', "X-Repo-Commit": COMMIT, "Content-Length": "1000"}, b"{" * 10
+
+    with answering(answer, then=lambda: over.wait(TIMEOUT)) as address:
+        given = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        more = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+        start = time.monotonic()
+        result = run("inspect", "hf:o/n", **given, **more)
+        over.set()
+    assert (result.code, len(result.error_lines)) == (3, 1), result
+    assert time.monotonic() - start < TIMEOUT
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
 
 
 def test_a_file_that_is_not_what_the_hub_named_is_dropped(tmp_path: Path):
