@@ -31,6 +31,7 @@ def launch(given: Sequence[str]) -> int:
     if "-" in rest or "--online" in rest:
         raise UsageError("--launch: several processes cannot share stdin; give a file")
 
+    _hush_torch()
     from atlas_cli.learning import ranks
 
     os.environ[_LAUNCHER] = str(os.getpid())
@@ -39,6 +40,11 @@ def launch(given: Sequence[str]) -> int:
     if said:
         console.note(said)
     return code
+
+
+def _hush_torch() -> None:
+    """Keep torch from telling of interrupted calls with a stack; it reads this when imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _without_launch(given: Sequence[str]) -> tuple[int, list[str]]:
@@ -63,6 +69,7 @@ def as_rank(given: Sequence[str], main: Callable[[Sequence[str]], int]) -> int:
     parent = int(os.environ.get(_LAUNCHER) or os.getppid())
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _end_when_terminated()
+    _hush_torch()
     from atlas_cli.learning import ranks
 
     device = rest[rest.index("--device") + 1] if "--device" in rest[:-1] else "auto"

@@ -142,6 +142,30 @@ def test_a_process_that_waits_for_another_ends_when_it_is_told_to(world: Path):
 
 
 @pytest.mark.slow
+def test_a_signal_to_a_process_that_looks_for_the_first_is_at_most_one_line(world: Path):
+    """torch would tell of each interrupted call, with a stack of its own."""
+    with socket.create_server(("localhost", 0)) as first:
+        port = str(first.getsockname()[1])
+        shared = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        process = subprocess.Popen(
+            [*COLD, *RUNS["fit"], "-o", "alone"],
+            cwd=world,
+            env=os.environ | shared,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        first.settimeout(TIMEOUT)
+        first.accept()[0].close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        time.sleep(0.2)
+        process.send_signal(number)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode in (130, 143), err
+    assert len(err.splitlines()) <= 1, err
+    assert not (world / "alone").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_and_four_processes_learn_what_one_does(world: Path, name: str):
     (alone,) = ended([start(*RUNS[name], "-o", f"{name}1", cwd=world)])
