@@ -25,6 +25,7 @@ except ImportError:  # Windows has no flock: two merges into one folder go unnot
 
 JOURNAL, MODEL, _REPLACED = "journal", "model", "replaced"
 _PART, _OLD = ".part", ".old"  # how names of temporary folders end, and of those they replace
+_DISCARDED = re.compile(r"\.atlas-\d+-\d+\.part$")  # the names that `_renamed` gives
 MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
@@ -125,10 +126,11 @@ def _hold_folder(path: Path) -> int | None:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a temporary folder of ours that is old and that no process holds."""
+    """Remove a temporary folder of ours that is old or discarded, and that no process holds."""
     with contextlib.suppress(OSError):
-        # Too young, it may be one that another process has made and not yet marked.
-        old = time.time() - path.lstat().st_mtime > STALE
+        # Too young, it may be one that another process has made and not yet marked. One that was
+        # about to be removed is of no use to anybody.
+        old = time.time() - path.lstat().st_mtime > STALE or _DISCARDED.search(path.name)
         if old and (handle := _hold_folder(path)) is not None:
             if os.fstat(handle).st_uid == os.geteuid():
                 shutil.rmtree(path, ignore_errors=True)

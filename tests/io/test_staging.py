@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from warm import start
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import hold
-from atlas_cli.io.staging import temporary_folder
+from atlas_cli.io.staging import recover, temporary_folder
 from atlas_cli.models.saving import whole_folder
 
 
@@ -131,3 +132,17 @@ def test_a_folder_that_another_run_is_exchanging_is_left_to_it(tmp_path: Path):
         os.close(handle)
     with temporary_folder(tmp_path / "model"):
         assert (tmp_path / "model").is_dir()
+
+
+def test_a_merge_killed_while_it_tidies_up_leaves_nothing_to_the_next(tmp_path: Path):
+    target = tmp_path / "x"
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom atlas_cli.io import staging\n"
+        "staging.remove = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "staging.StagingFolder(Path(sys.argv[1]), 'a', {'f': 4}).finish()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(target)], timeout=TIMEOUT)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    recover(target)
+    assert list(tmp_path.iterdir()) == [target]
