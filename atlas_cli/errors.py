@@ -90,3 +90,17 @@ def install_hint(extra: str) -> str:
     wanted = [line.partition(";")[0].strip() for line in listed if f'extra == "{extra}"' in line]
     wanted = wanted or [f"atlas-cli[{extra}]"]
     return f"pip install {' '.join(repr(name) for name in wanted)}"
+
+
+# How libraries say that an allocation failed. The CPU's allocator has no exception of its own, and
+# oneDNN says of a primitive only that it could not be created.
+_NO_MEMORY = (
+    *("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "could not allocate"),
+    *("could not create a primitive", "bad_alloc", "out of memory"),
+)
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error of Python or of torch, on any device, says that memory has ended."""
+    named = isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError"
+    return named or any(sign in str(problem) for sign in _NO_MEMORY)

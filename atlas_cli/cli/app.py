@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _of_system(problem: BaseException) -> str | None:
     """One line for an error of the system that no closer place explains; None for our bugs."""
+    from atlas_cli.errors import is_out_of_memory
+
     said = str(problem)
     if isinstance(problem, MemoryError):
         return _NO_MEMORY
@@ -203,9 +205,8 @@ def _of_system(problem: BaseException) -> str | None:
         return said
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
-    signs = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
-    allocation = any(sign in said for sign in signs)
-    return _NO_MEMORY if allocation or "can't start new thread" in said else None
+    no_thread = "can't start new thread" in said
+    return _NO_MEMORY if no_thread or is_out_of_memory(problem) else None
 
 
 _COMMANDS = {  # name: the module in this package, and the function in it; in the order of help

@@ -204,7 +204,9 @@ def _find_run(subject: str) -> Run | None:
 
 def _is_text(path: Path) -> bool:
     """Whether a file starts as a learned recipe or a table in JSON does."""
-    with path.open("rb") as file:
+    from atlas_cli.io.files import open_regular
+
+    with open_regular(path) as file:
         start = file.read(4096)
     return b"\0" not in start and (b"merge_method:" in start or start.lstrip().startswith(b"{"))
 

@@ -233,7 +233,8 @@ def content(dataset: Dataset, sample: Sample) -> bytes:
     found = _image_of(dataset, sample)
     if isinstance(found, Path):
         try:
-            return found.read_bytes()
+            with open_regular(found) as file:
+                return file.read()
         except OSError as problem:
             raise DataError(f"{found}: cannot be read: {problem.strerror}") from problem
     if isinstance(found, bytes):

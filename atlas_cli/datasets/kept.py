@@ -17,7 +17,7 @@ from typing import Any
 
 from atlas_cli.datasets.dataset import Dataset, Sample
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import cache_folder
+from atlas_cli.io.files import cache_folder, read_regular
 from atlas_cli.io.staging import temporary_folder
 
 _INDEX = "index.json"
@@ -71,7 +71,7 @@ def find_kept(request: DatasetRequest, version: str | None) -> Dataset | None:
     if folder is None or not (folder / _INDEX).is_file():
         return None
     try:
-        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        index = json.loads(read_regular(folder / _INDEX))
         samples = tuple(Sample(str(key), int(label)) for key, label in index["samples"])
         names = Names(tuple(index["classes"]), tuple(index["templates"]))
     except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -109,7 +109,7 @@ def list_kept() -> Iterator[dict[str, Any]]:
     found = []
     for path in _folder().glob(f"*/*/{_INDEX}"):
         try:
-            index = json.loads(path.read_text("utf-8"))
+            index = json.loads(read_regular(path))
             row = {key: index[key] for key in ("reference", "split", "shots", "seed", "bytes")}
             found.append({**row, "images": len(index["samples"]), "folder": str(path.parent)})
         except (OSError, ValueError, KeyError, TypeError):

@@ -67,7 +67,7 @@ def open_tensors(files: Iterable[Path], allow: Collection[str] = ()) -> dict[str
 
 
 def _check_format(path: Path) -> None:
-    with _explained(path), path.open("rb") as file:
+    with _explained(path), open_regular(path) as file:
         if file.read(4) == b"GGUF":
             raise CheckpointError(
                 f"{path}: is a GGUF file, which llama.cpp runs; atlas merges safetensors and "

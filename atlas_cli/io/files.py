@@ -35,6 +35,7 @@ except ImportError:  # Windows has no flock: two writers of one folder go unnoti
 
 OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 LOCK = ".atlas.lock"
+_MOST = 1 << 30  # bytes of a file that is read at once
 STALE = 60.0  # seconds for which nobody has written a temporary file that nobody holds
 
 
@@ -101,7 +102,7 @@ def open_regular(path: Path) -> BufferedReader:
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-def read_regular(path: Path, limit: int) -> bytes:
+def read_regular(path: Path, limit: int = _MOST) -> bytes:
     """The bytes of a regular file, unless there are more than a limit."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
@@ -172,7 +173,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file, or say in one line why it cannot be written."""
     try:
         with whole_file(path) as temporary:
-            temporary.write_text(text, "utf-8")
+            # Bytes of file names that are no UTF-8 become escapes, which JSON and YAML read back.
+            temporary.write_text(text, "utf-8", "backslashreplace")
     except OSError as problem:
         raise AtlasError(f"{path}: cannot be written: {problem.strerror}") from problem
 
@@ -370,7 +372,7 @@ def load_digests(
 ) -> dict[str, CachedDigest]:
     """The cached digests of unchanged files under each of the names; empty unless all are there."""
     try:
-        found = json.loads(_entry(what, stats).read_text("utf-8"))
+        found = json.loads(read_regular(_entry(what, stats)))
         same = found["files"] == [list(file) for file in stats.files] != []
         digests = {name: CachedDigest(*found["known"][name]) for name in names}
         sound = all(one.is_sound(digits) for one in digests.values())

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from atlas_cli.datasets.dataset import Dataset, load
-from atlas_cli.errors import AtlasError, DataError
+from atlas_cli.errors import AtlasError, DataError, is_out_of_memory
 from atlas_cli.models.clip import (
     Classifier,
     Clip,
@@ -130,20 +130,13 @@ def classify(clip: Clip, head: Classifier, images: torch.Tensor) -> torch.Tensor
             features = clip.module.encode_image(images.to(clip.device))  # type: ignore[operator]
             return logits_of(features, head).cpu()
     except RuntimeError as problem:
-        if not _is_out_of_memory(problem):
+        if not is_out_of_memory(problem):
             raise
         if len(images) == 1:
             raise AtlasError(f"{clip.name}: not enough memory for a single image") from problem
     half = len(images) // 2
     parts = [classify(clip, head, part) for part in (images[:half], images[half:])]
     return torch.cat(parts)
-
-
-def _is_out_of_memory(problem: RuntimeError) -> bool:
-    # The CPU allocator has no exception of its own.
-    words = ("DefaultCPUAllocator", "not enough memory", "could not allocate")
-    is_cpu = any(word in str(problem) for word in words)
-    return is_cpu or isinstance(problem, torch.OutOfMemoryError)
 
 
 def _rows(dataset: Dataset, indices: list[int], logits: torch.Tensor) -> Iterator[Prediction]:

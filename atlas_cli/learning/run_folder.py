@@ -43,7 +43,6 @@ _RESULTS = (
 )
 MODEL, ADAPTER = "model", "adapter"  # folders that fine-tuning writes
 _TRACKED = ("tensorboard", "wandb")  # folders that --log writes
-_MOST = 1 << 30  # bytes of a file of a run that is read at once
 _UNCHECKED = ("versions",)
 
 
@@ -115,7 +114,7 @@ class RunFolder:
         """
         path = self.folder / _METRICS
         with _explained(self.folder):
-            lines = read_regular(path, _MOST).splitlines(True) if path.exists() else []
+            lines = read_regular(path).splitlines(True) if path.exists() else []
         if len(lines) < rows:
             raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
         if sha256 not in (None, hashlib.sha256(b"".join(lines[:rows])).hexdigest()):
@@ -363,7 +362,7 @@ def _check_same(path: Path, config: Mapping[str, object], defaults: Mapping[str,
     A key of its recipe that an earlier version did not know yet had no effect, as its default has.
     """
     try:
-        before = json.loads(read_regular(path, _MOST).decode("utf-8"))
+        before = json.loads(read_regular(path).decode("utf-8"))
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path}: cannot be read as JSON") from problem
     if not isinstance(before, dict):

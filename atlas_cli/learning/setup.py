@@ -234,7 +234,8 @@ def describe_data(dataset: Dataset) -> dict[str, object]:
     for sample in dataset.samples:
         # The names of files tell classes: without labels, they must not matter.
         if sample.label is not None or dataset.keys_identify:
-            digest.update(f"{sample.key}\0{sample.label}\0".encode())
+            facts = f"{sample.key}\0{sample.label}\0"
+            digest.update(facts.encode("utf-8", "surrogateescape"))
         if not dataset.keys_identify:
             digest.update(sample.sha256 or content(dataset, sample))
     images = len(dataset.samples)

@@ -14,7 +14,7 @@ import torch
 from atlas_cli.core.compose import Composition, Layout, choose_layout, compose_block, map_blocks
 from atlas_cli.errors import AtlasError, MismatchError, UsageError, nearest
 from atlas_cli.io.checkpoint import open_safetensors
-from atlas_cli.io.files import sha256_of
+from atlas_cli.io.files import read_regular, sha256_of
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merging.plan import Inputs, Output, open_layout
 from atlas_cli.merging.produce import Conversion, check_finite, copied
@@ -219,7 +219,7 @@ def coefficient_table(given: object, pool: Pool, columns: Layout) -> torch.Tenso
 def _read_table(path: str) -> dict[str, dict[str, float]]:
     """A table in a JSON file, as `atlas fit -o` writes it."""
     try:
-        found = json.loads(Path(path).expanduser().read_text("utf-8"))
+        found = json.loads(read_regular(Path(path).expanduser()))
         return {v: {k: float(n) for k, n in row.items()} for v, row in found.items()}
     except (OSError, ValueError, AttributeError, TypeError) as problem:
         raise AtlasError(f"{path}: is no table of coefficients: {problem}") from problem

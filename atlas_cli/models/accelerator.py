@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.errors import AtlasError, UsageError, is_out_of_memory
 
 if TYPE_CHECKING:
     from atlas_cli.core.stacks import Stack
@@ -161,12 +161,6 @@ def _chosen(device: torch.device, precision: str) -> str:
     if supported():
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"
-
-
-def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether an allocation failed. The CPU's allocator has no exception of its own."""
-    words = ("DefaultCPUAllocator", "not enough memory", "could not allocate")
-    return isinstance(problem, torch.OutOfMemoryError) or any(w in str(problem) for w in words)
 
 
 def no_memory(device: torch.device) -> str:

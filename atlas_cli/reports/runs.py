@@ -302,13 +302,10 @@ def _number(value: Any, scale: int = 1) -> float | None:
 # Files ----------------------------------------------------------------------------------------
 
 
-_MOST = 1 << 30  # bytes
-
-
 def _read_text(path: Path) -> str:
     """The content of a text file, or "" if there is none."""
     try:
-        return read_regular(path, _MOST).decode("utf-8") if path.exists() else ""
+        return read_regular(path).decode("utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as problem:
         raise CheckpointError(f"{path}: cannot be read as UTF-8 text") from problem
 

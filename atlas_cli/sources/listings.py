@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
-from atlas_cli.io.files import cache_folder, whole_file
+from atlas_cli.io.files import cache_folder, read_regular, whole_file
 from atlas_cli.sources.hub import Snapshot, ask, ask_collection
 from atlas_cli.sources.model_files import WEIGHT_NAMES
 
@@ -76,7 +76,7 @@ def _collection(slug: str) -> list[tuple[str, str]]:
         items = ask_collection(slug)
     except UnreachableError as problem:
         try:
-            return [(kind, name) for kind, name in json.loads(memory.read_text("utf-8"))["items"]]
+            return [(kind, name) for kind, name in json.loads(read_regular(memory))["items"]]
         except (OSError, ValueError, LookupError, TypeError):
             raise problem from None
     _remember(memory, {"items": items})
@@ -93,7 +93,7 @@ def _digest(*words: object) -> str:
 
 def _recall(repository: str, revision: str | None) -> Snapshot | None:
     try:
-        found = json.loads(_memory(repository, revision).read_text("utf-8"))
+        found = json.loads(read_regular(_memory(repository, revision)))
         return Snapshot(repository, str(found["commit"]), tuple(map(str, found["files"])))
     except (OSError, ValueError, LookupError, TypeError):
         return None

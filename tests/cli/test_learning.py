@@ -496,3 +496,16 @@ def test_a_run_that_diverges_backs_off_says_so_and_can_be_stopped_in_between(cal
     names = ("coefficients.json", "metrics.jsonl")
     whole, parts = ([(run / n).read_text() for n in names] for run in (tmp_path / "run", folder))
     assert parts == whole
+
+
+def test_names_that_are_no_utf8_are_names_all_the_same(call, tmp_path: Path):
+    photos = write_images(tmp_path / "photos", ("cat", "d\udcffg"))
+    (photos / "cat/0.png").rename(photos / "cat/\udcfe.png")
+    run, page = tmp_path / "r\udcff", tmp_path / "p.html"
+    given = ["--model", "builtin:tiny", "--vectors", "builtin:signs", "--epochs", "1"]
+    found = call("fit", photos, *given, "--min-steps", "1", "--select", "last", "-o", run)
+    assert (found.code, "Traceback" in found.err) == (0, False), found.err
+    assert call("eval", "builtin:tiny", "--data", photos, "--json").code == 0
+    assert call("merge", run, "-o", tmp_path / "merged", "--memory", "8GB").code == 0
+    assert call("report", run, "-o", page).code == 0
+    page.read_bytes().decode("utf-8")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atlas_cli.datasets.dataset import decode
+from atlas_cli.datasets import dataset
+from atlas_cli.datasets.dataset import Dataset, Sample, decode
 from atlas_cli.errors import DataError
 
 
@@ -121,3 +122,5 @@ def test_whatever_a_decoder_raises_is_one_line(tmp_path: Path):
     os.mkfifo(tmp_path / "e.png")
     with pytest.raises(DataError, match="is not a regular file"):
         decode(tmp_path / "e.png")
+    with pytest.raises(DataError, match=r"e\.png: cannot be read"):
+        dataset.content(Dataset(samples=(Sample("e.png", 0),), root=tmp_path), Sample("e.png", 0))

@@ -156,3 +156,10 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path):
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(CheckpointError, match=r"m\.safetensors: changed while it was being read"):
         found.read()
+
+
+def test_a_pipe_in_the_place_of_a_weight_file_is_refused_and_nobody_waits_for_it(tmp_path: Path):
+    for name in ("a.safetensors", "a.pt"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError, match="is not a"):
+            open_tensors([tmp_path / name])

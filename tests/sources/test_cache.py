@@ -91,6 +91,14 @@ def test_what_is_remembered_of_a_file_is_known_the_next_time(weights: Path):
     assert load_digests("files", stat_files([weights]), ["a", "b"]) == {}
 
 
+def test_a_pipe_in_the_place_of_an_entry_is_no_entry_and_nobody_waits_for_it(weights: Path):
+    save_digests("files", stat_files([weights]), {"a": ONE})
+    (entry,) = (cache_folder() / "digests").glob("*.json")
+    entry.unlink()
+    os.mkfifo(entry)
+    assert load_digests("files", stat_files([weights]), ["a"]) == {}
+
+
 def test_a_link_to_a_file_is_that_file(weights: Path, tmp_path: Path):
     (tmp_path / "link").symlink_to(weights)
     save_digests("files", stat_files([weights]), {"a": ONE})
