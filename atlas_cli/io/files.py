@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -120,7 +120,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     What a run that was killed left of an earlier one is removed first.
     """
     prefix, suffix = f".{path.name}.atlas-", ".part"
-    _sweep(path.parent, prefix, suffix)
+    sweep_files(path.parent, lambda name: name.startswith(prefix) and name.endswith(suffix))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     temporary = Path(name)
     try:
@@ -147,12 +147,10 @@ def hold(handle: int) -> bool:
     return True
 
 
-def _sweep(folder: Path, prefix: str, suffix: str) -> None:
+def sweep_files(folder: Path, is_ours: Callable[[str], object]) -> None:
     """Remove temporary files of ours that are old and that no process holds."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if not (entry.name.startswith(prefix) and entry.name.endswith(suffix)):
-                continue
+        for entry in filter(lambda entry: is_ours(entry.name), entries):
             with contextlib.suppress(OSError):
                 handle = os.open(entry.path, OPEN & ~os.O_CREAT)
                 try:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.files import OPEN, STALE, hold
+from atlas_cli.io.files import OPEN, STALE, hold, sweep_files
 
 try:
     import fcntl
@@ -26,6 +26,7 @@ except ImportError:  # Windows has no flock: two merges into one folder go unnot
 JOURNAL, MODEL, _REPLACED = "journal", "model", "replaced"
 _PART, _OLD = ".part", ".old"  # how names of temporary folders end, and of those they replace
 _DISCARDED = re.compile(r"\.atlas-\d+-\d+\.part$")  # the names that `_renamed` gives
+_TEMPORARY = re.compile(r"\..+\.atlas-[^.]+\.part")
 MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
 
@@ -73,6 +74,14 @@ def _put_right(folder: Path) -> None:
             _remove_stale(path)
         elif path.name.startswith(_prefix(folder)) and path.name.endswith(_OLD):
             _restore(path, folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what runs that were killed left in a folder, under whatever name they wrote it."""
+    sweep_files(folder, _TEMPORARY.fullmatch)
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            _remove_stale(path)
 
 
 def exchange(temporary: Path, folder: Path) -> None:

@@ -18,6 +18,7 @@ from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
+from atlas_cli.io.staging import sweep
 from atlas_cli.learning.results import with_units
 from atlas_cli.recipes.learned import VectorEntry
 from atlas_cli.recipes.model import default_keys
@@ -56,11 +57,8 @@ class SavedRun:
 
     def below(self, prefix: str) -> dict[str, torch.Tensor]:
         """The tensors whose names begin with a prefix, without it."""
-        return {
-            name.removeprefix(prefix): tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(prefix)
-        }
+        found = [name for name in self.tensors if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.tensors[name] for name in found}
 
 
 @dataclass
@@ -235,6 +233,7 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     if folder.exists():
         with _explained(folder):
             FolderLock(folder).check()
+            sweep(folder)
         _check_content(folder, resume=resume, force=force)
 
 

@@ -130,7 +130,8 @@ IS_FINITE = Check(
 )
 Positive = Annotated[int, ABOVE_0]
 Seed = Annotated[int, AT_LEAST_0]
-Rate = Annotated[float, ABOVE_0, AS_GIVEN, IS_FINITE]
+LARGEST = expect(lambda value: value <= 1e30, "expected at most 1e+30", maximum=1e30)
+Rate = Annotated[float, ABOVE_0, AS_GIVEN, IS_FINITE, LARGEST]  # more overflows float32
 Decay = Annotated[float, AT_LEAST_0, AS_GIVEN, IS_FINITE]
 TABLE, TEXT = Tag("\0table"), Tag("\0text")  # no key of a recipe has a NUL in it
 TABLE_OR_TEXT = Discriminator(

@@ -376,6 +376,7 @@ MISTAKES = {
     "too few": (fixed("--shots", "9"), 1, "images, fewer than 9"),
     "shots": (fixed("--shots", "few"), 2, "--shots: expected a number of images"),
     "no vectors": (fixed("--vectors", "nowhere.safetensors"), 2, "no such task vector: nowhere"),
+    "overflow": (fixed("--lr", "1e38"), 2, "--lr: expected at most 1e+30, found 1e+38"),
     "diverged": (fixed("--lr", "1e30"), 1, "the loss diverged at every rate from 1e+30"),
     "select": (fixed("--select", "best"), 2, "--select: expected last, holdout, kfold or val:"),
     "granularity": (fixed("--granularity", "layer"), 2, "--granularity: expected block, vector"),

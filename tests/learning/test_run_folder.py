@@ -565,3 +565,15 @@ def test_no_descriptor_beyond_the_lock_leaves_no_lock(tmp_path: Path):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         assert not (tmp_path / ".atlas.lock").exists()
+
+
+def test_what_a_kill_left_is_swept_also_from_a_folder_that_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / ".model.atlas-0_ab.part").mkdir()
+    (tmp_path / ".recipe.yaml.atlas-1.part").touch()
+    for path in tmp_path.glob(".*.part"):
+        os.utime(path, (time.time() - 3600,) * 2)
+    (tmp_path / ".model.atlas-young.part").mkdir()
+    with pytest.raises(AtlasError, match="is not empty, and holds no run"):
+        check_folder(tmp_path, resume=True, force=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", ".model.atlas-young.part"}
