@@ -1,7 +1,8 @@
-"""Named tensors that have not been read yet."""
+"""Named tensors: those that have not been read yet, and a digest of those that have."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,3 +37,13 @@ class LazyTensor:
 
 
 LazyTensors = Mapping[str, LazyTensor]
+
+
+def digest_of_tensors(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The sha256 of a text and of named tensors on the CPU, in the order of their names."""
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

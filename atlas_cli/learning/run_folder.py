@@ -19,6 +19,7 @@ from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
 from atlas_cli.io.staging import sweep
+from atlas_cli.io.tensors import digest_of_tensors
 from atlas_cli.learning.results import with_units
 from atlas_cli.recipes.learned import VectorEntry
 from atlas_cli.recipes.model import default_keys
@@ -89,7 +90,8 @@ class RunFolder:
             counted = {"rows": self._rows, "rows_sha256": self._digest.hexdigest()}
             text = json.dumps({**facts, **counted})
             kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            write_tensors(self.folder / _STATE, kept, {"atlas_run": text})
+            sealed = {"atlas_run": text, "sha256": digest_of_tensors(text, kept)}
+            write_tensors(self.folder / _STATE, kept, sealed)
         if self.trackers:
             self.trackers.rows(rows)
 
@@ -99,9 +101,12 @@ class RunFolder:
         if not path.exists():
             self._cut(0, None)
             return None
-        facts = _read_facts(path)
-        self._cut(facts["rows"], facts.get("rows_sha256"))
+        facts, sealed = _read_facts(path), read_metadata(path)
         tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
+        found = digest_of_tensors(sealed["atlas_run"], tensors)
+        if sealed.get("sha256", found) != found:  # earlier versions wrote none
+            raise CheckpointError(f"{path}: is damaged; --force starts anew")
+        self._cut(facts["rows"], facts.get("rows_sha256"))
         return SavedRun(tensors, facts, path)
 
     def _cut(self, rows: int, sha256: str | None) -> None:

@@ -577,3 +577,18 @@ def test_what_a_kill_left_is_swept_also_from_a_folder_that_is_refused(tmp_path: 
     with pytest.raises(AtlasError, match="is not empty, and holds no run"):
         check_folder(tmp_path, resume=True, force=False)
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", ".model.atlas-young.part"}
+
+
+def test_a_bit_that_changed_in_a_state_is_noticed_and_states_without_a_digest_are_read(
+    tmp_path: Path,
+):
+    run = start(tmp_path)
+    run.save({"a": torch.arange(6.0)}, {"step": 1})
+    state = tmp_path / "state.safetensors"
+    whole = state.read_bytes()
+    for place in (len(whole) - 3, whole.index(b"step") + 8):
+        state.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"state\.safetensors: is "):
+            go_on(tmp_path).restore()
+    save_file({"a": torch.arange(6.0)}, state, {"atlas_run": '{"rows": 0}'})
+    assert go_on(tmp_path).restore().tensors["a"].tolist() == [0, 1, 2, 3, 4, 5]
