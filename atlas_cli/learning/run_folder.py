@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
+from atlas_cli.datasets.dataset import Dataset
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
 from atlas_cli.io.staging import sweep
 from atlas_cli.io.tensors import digest_of_tensors
-from atlas_cli.learning.results import with_units
+from atlas_cli.learning.results import image_lines, with_units
 from atlas_cli.recipes.learned import VectorEntry
 from atlas_cli.recipes.model import default_keys
 from atlas_cli.sources.locate import Source
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
 _IMAGES = "images.jsonl"  # that were learned from or tested on, with predictions
-_SHOTS = 48  # images of a task that are remembered as learned from
 TRIMMED = "trimmed"  # vectors that were made for the run
 HEAD, PROJECTION = "head.safetensors", "projection.safetensors"  # of a fit with a head
 _RESULTS = (
@@ -105,15 +104,14 @@ class RunFolder:
         tensors = {name: tensor.read().clone() for name, tensor in open_safetensors(path).items()}
         found = digest_of_tensors(sealed["atlas_run"], tensors)
         if sealed.get("sha256", found) != found:  # earlier versions wrote none
-            raise CheckpointError(f"{path}: is damaged; --force starts anew")
+            raise _damaged(path)
         self._cut(facts["rows"], facts.get("rows_sha256"))
         return SavedRun(tensors, facts, path)
 
     def _cut(self, rows: int, sha256: str | None) -> None:
         """Drop rows that were written after the last save; they will come again.
 
-        Raises CheckpointError if the others are not those that were saved. States of earlier
-        versions have no digest of them.
+        Raises CheckpointError if the others are not those that were saved: `sha256`, if known.
         """
         path = self.folder / _METRICS
         with _explained(self.folder):
@@ -121,12 +119,12 @@ class RunFolder:
         if len(lines) < rows:
             raise CheckpointError(f"{path}: has {len(lines)} rows, but the run had {rows}")
         if sha256 not in (None, hashlib.sha256(b"".join(lines[:rows])).hexdigest()):
-            raise CheckpointError(f"{path}: is damaged; --force starts anew")
+            raise _damaged(path)
         try:
             kept = [json.dumps(with_units(json.loads(line))) + "\n" for line in lines[:rows]]
             write_text(path, "".join(kept))
         except (AttributeError, ValueError) as problem:
-            raise CheckpointError(f"{path}: is damaged; --force starts anew") from problem
+            raise _damaged(path) from problem
         self._rows, self._digest = rows, hashlib.sha256("".join(kept).encode())
         if self.trackers:
             self.trackers.rows(kept)
@@ -172,10 +170,8 @@ class RunFolder:
 
     def write_images(self, shown: Iterable[Dataset], tested: Iterable[Tested]) -> None:
         """Write which images were learned from, and what is predicted for test images."""
-        shots = [line for dataset in shown for line in _shot_lines(dataset)]
-        text = "".join([*shots, *_prediction_lines(tested)])
-        with _explained(self.folder):
-            if text:
+        if text := "".join(image_lines(shown, tested)):
+            with _explained(self.folder):
                 write_text(self.folder / _IMAGES, text)
 
     def recipe(self) -> str | None:
@@ -196,24 +192,8 @@ class RunFolder:
             self.folder.rmdir()
 
 
-def _shot_lines(dataset: Dataset) -> Iterator[str]:
-    """One JSON object for some of the images that were learned from."""
-    for sample in draw_samples(dataset.samples, _SHOTS):
-        yield _line(dataset, sample, {})
-
-
-def _prediction_lines(tested: Iterable[Tested]) -> Iterator[str]:
-    """One JSON object per test image: its class, and what is predicted before and after."""
-    for one in tested:
-        names, data = one.dataset.classes, one.dataset
-        for sample, before, after in zip(data.samples, one.before, one.after, strict=True):
-            yield _line(data, sample, {"zero_shot": names[before], "learned": names[after]})
-
-
-def _line(dataset: Dataset, sample: Sample, predicted: Mapping[str, str]) -> str:
-    label = dataset.classes[sample.label or 0]
-    row = {"data": dataset.name, "split": dataset.split, "image": sample.key, "label": label}
-    return json.dumps({**row, **predicted}, ensure_ascii=False) + "\n"
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: is damaged; --force starts anew")
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
 from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
 from atlas_cli.io.files import cache_folder
-from atlas_cli.io.tensors import LazyTensor, LazyTensors
+from atlas_cli.io.tensors import LazyTensor, LazyTensors, digest_of
 from atlas_cli.models import transformers_config
 from atlas_cli.models.folders import (
     CONFIG,
@@ -327,7 +327,7 @@ def zero_shot_head(
     weight = compute_head(clip, classes, templates)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, {"weight": weight.cpu()}, {"sha256": _digest(weight)})
+        write_tensors(path, {"weight": weight.cpu()}, {"sha256": digest_of(weight)})
     except OSError as problem:
         warn(
             f"{path.parent}: cannot keep the zero-shot head: {problem.strerror}; "
@@ -342,14 +342,9 @@ def _kept_head(path: Path, classes: int) -> torch.Tensor:
     sound = weight.dtype.is_floating_point and bool(weight.isfinite().all())
     if not sound or weight.dim() != 2 or len(weight) != classes:
         raise CheckpointError(f"{path}: is no head of {classes} classes")
-    if read_metadata(path).get("sha256") != _digest(weight):
+    if read_metadata(path).get("sha256") != digest_of(weight):
         raise CheckpointError(f"{path}: is not what was written")
     return weight
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    content: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()
 
 
 def compute_head(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> torch.Tensor:
@@ -387,7 +382,9 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, tensor in clip.module.state_dict().items():
         if not name.startswith("visual."):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest(tensor)}".encode())
+            digest.update(
+                f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}".encode()
+            )
     text = {**clip.config, "vision_cfg": None}
     digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
     inner: Any = getattr(clip.tokenize, "tokenizer", clip.tokenize)
@@ -396,5 +393,5 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest.update(repr(known or sorted(inner.get_vocab().items())).encode())
     probes = [templates[0].replace("{}", name) for name in classes]
     tokens = clip.tokenize([*probes, *(text.replace("{}", classes[0]) for text in templates)])
-    digest.update(_digest(tokens).encode())
+    digest.update(digest_of(tokens).encode())
     return digest.hexdigest()
