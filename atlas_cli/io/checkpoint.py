@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -307,3 +308,17 @@ def unwrapped(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """The sha256 of a tensor's values."""
+    content: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
+
+
+def digest_of_tensors(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The sha256 of a text and of named tensors, in the order of their names."""
+    found = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}".encode())
+    return found.hexdigest()

@@ -1,11 +1,9 @@
-"""Named tensors: those that have not been read yet, and a digest of those that have."""
+"""Named tensors that have not been read yet."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,17 +36,3 @@ class LazyTensor:
 
 
 LazyTensors = Mapping[str, LazyTensor]
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """The sha256 of a tensor's values."""
-    content: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()
-
-
-def digest_of_tensors(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The sha256 of a text and of named tensors, in the order of their names."""
-    found = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}".encode())
-    return found.hexdigest()

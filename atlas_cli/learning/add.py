@@ -84,10 +84,10 @@ class Adding(LearningVerb):
         if folder is None:
             raise UsageError("--ties writes the trimmed vectors into the run's folder; use -o DIR")
 
-        from atlas_cli.learning.run_folder import trimmed_folder
         from atlas_cli.vectors.trim import trim
+        from atlas_cli.vectors.writer import made_vectors
 
-        with trimmed_folder(folder) as target:
+        with made_vectors(folder) as target:
             paths = trim(inputs.files, self.recipe.ties, target)
             yield dataclasses.replace(inputs, files=tuple(paths))
 

@@ -162,14 +162,14 @@ class Fitting(LearningVerb):
         if folder is None:
             raise UsageError("--basis writes its directions into the run's folder; use -o DIR")
 
-        from atlas_cli.learning.run_folder import trimmed_folder
         from atlas_cli.learning.setup import refuse_target
         from atlas_cli.vectors.basis import write_basis
         from atlas_cli.vectors.pool import open_member
+        from atlas_cli.vectors.writer import made_vectors
 
         if not self.recipe.allow_target:
             refuse_target(map(open_member, inputs.files), inputs.datasets[0])
-        with trimmed_folder(folder) as target:
+        with made_vectors(folder) as target:
             made = write_basis(self.recipe.basis, inputs.files, target, self.recipe.seed)
             yield replace(inputs, files=tuple(made))
 
@@ -184,9 +184,9 @@ class Fitting(LearningVerb):
         if folder is None:
             raise UsageError("--budget writes what is kept into the run's folder; use -o DIR")
         from atlas_cli.learning.ranking import write_picked
-        from atlas_cli.learning.run_folder import trimmed_folder
+        from atlas_cli.vectors.writer import made_vectors
 
-        with trimmed_folder(folder) as target:
+        with made_vectors(folder) as target:
             made = write_picked(inputs, target, self.tell)
             yield replace(inputs, files=tuple(made))
 

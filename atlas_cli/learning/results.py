@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.recipes.model import as_percent
 
 if TYPE_CHECKING:
-    from atlas_cli.learning.selection import Tested, TestScore
+    from atlas_cli.learning.selection import TestScore
     from atlas_cli.recipes.learned import LearnedRecipe
     from atlas_cli.recipes.text import Table
 
@@ -21,7 +19,6 @@ _OLD_KEYS = {
     "val_accuracy": "val_top1_percent",
     "agreement": "agreement_percent",
 }
-_SHOTS = 48  # images of a task that are remembered as learned from
 Cell = str | float | None  # of a table; a number is in percent
 
 
@@ -90,23 +87,3 @@ def with_units(row: Mapping[str, Any]) -> dict[str, Any]:
         is_share = name is not None and isinstance(value, int | float)
         found[name or key] = as_percent(value) if is_share else value
     return found
-
-
-def image_lines(shown: Iterable[Dataset], tested: Iterable[Tested]) -> Iterator[str]:
-    """One JSON object for some images of every task that were learned from, and for test images.
-
-    Those of test images also have what is predicted before and after.
-    """
-    for data in shown:
-        for sample in draw_samples(data.samples, _SHOTS):
-            yield _line(data, sample, {})
-    for one in tested:
-        names, data = one.dataset.classes, one.dataset
-        for sample, before, after in zip(data.samples, one.before, one.after, strict=True):
-            yield _line(data, sample, {"zero_shot": names[before], "learned": names[after]})
-
-
-def _line(dataset: Dataset, sample: Sample, predicted: Mapping[str, str]) -> str:
-    label = dataset.classes[sample.label or 0]
-    row = {"data": dataset.name, "split": dataset.split, "image": sample.key, "label": label}
-    return json.dumps({**row, **predicted}, ensure_ascii=False) + "\n"

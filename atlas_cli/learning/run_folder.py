@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atlas_cli.datasets.dataset import Dataset
+from atlas_cli.datasets.dataset import Dataset, Sample, draw_samples
 from atlas_cli.errors import AtlasError, CheckpointError, UsageError
-from atlas_cli.io.checkpoint import open_safetensors, read_metadata, write_tensors
+from atlas_cli.io.checkpoint import (
+    digest_of_tensors,
+    open_safetensors,
+    read_metadata,
+    write_tensors,
+)
 from atlas_cli.io.files import LOCK, FolderLock, read_regular, sha256_of, write_text
 from atlas_cli.io.staging import sweep
-from atlas_cli.io.tensors import digest_of_tensors
-from atlas_cli.learning.results import image_lines, with_units
+from atlas_cli.learning.results import with_units
 from atlas_cli.recipes.learned import VectorEntry
 from atlas_cli.recipes.model import default_keys
 from atlas_cli.sources.locate import Source
+from atlas_cli.vectors.writer import TRIMMED
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -34,8 +39,8 @@ if TYPE_CHECKING:
 
 _CONFIG, _STATE, _METRICS = "config.json", "state.safetensors", "metrics.jsonl"
 _RECIPE, _RESULT = "recipe.yaml", "result.json"
+_SHOTS = 48  # images of a task that are remembered as learned from
 _IMAGES = "images.jsonl"  # that were learned from or tested on, with predictions
-TRIMMED = "trimmed"  # vectors that were made for the run
 HEAD, PROJECTION = "head.safetensors", "projection.safetensors"  # of a fit with a head
 _RESULTS = (
     *(_STATE, _METRICS, _RECIPE, _RESULT, _IMAGES),
@@ -170,7 +175,7 @@ class RunFolder:
 
     def write_images(self, shown: Iterable[Dataset], tested: Iterable[Tested]) -> None:
         """Write which images were learned from, and what is predicted for test images."""
-        if text := "".join(image_lines(shown, tested)):
+        if text := "".join(_image_lines(shown, tested)):
             with _explained(self.folder):
                 write_text(self.folder / _IMAGES, text)
 
@@ -190,6 +195,26 @@ class RunFolder:
         self.lock.release()
         if self.made and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+
+def _image_lines(shown: Iterable[Dataset], tested: Iterable[Tested]) -> Iterator[str]:
+    """One JSON object for some images of every task that were learned from, and for test images.
+
+    Those of test images also have what is predicted before and after.
+    """
+    for data in shown:
+        for sample in draw_samples(data.samples, _SHOTS):
+            yield _line(data, sample, {})
+    for one in tested:
+        names, data = one.dataset.classes, one.dataset
+        for sample, before, after in zip(data.samples, one.before, one.after, strict=True):
+            yield _line(data, sample, {"zero_shot": names[before], "learned": names[after]})
+
+
+def _line(dataset: Dataset, sample: Sample, predicted: Mapping[str, str]) -> str:
+    label = dataset.classes[sample.label or 0]
+    row = {"data": dataset.name, "split": dataset.split, "image": sample.key, "label": label}
+    return json.dumps({**row, **predicted}, ensure_ascii=False) + "\n"
 
 
 def _damaged(path: Path) -> CheckpointError:
@@ -229,22 +254,6 @@ def _check_content(folder: Path, *, resume: bool, force: bool) -> None:
         raise AtlasError(f"{folder}: is not empty, and holds no run")
     if begun and not (resume or force):
         raise AtlasError(f"{folder}: holds a run; --resume goes on with it, --force starts anew")
-
-
-@contextmanager
-def trimmed_folder(folder: Path) -> Iterator[Path]:
-    """Where trimmed vectors of a run go. If the run fails, what was made here is removed."""
-    target = folder / TRIMMED
-    made = [path for path in (target, folder) if not path.exists()]
-    try:
-        yield target
-    except AtlasError:
-        for path in made:
-            if path == target:
-                shutil.rmtree(target, ignore_errors=True)
-            elif path.exists() and not any(path.iterdir()):
-                path.rmdir()
-        raise
 
 
 @contextmanager

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from atlas_cli.errors import CheckpointError, MismatchError, UsageError
+from atlas_cli.io import checkpoint
 from atlas_cli.io.checkpoint import open_safetensors, open_tensors, read_metadata, write_tensors
 from atlas_cli.io.files import cache_folder
-from atlas_cli.io.tensors import LazyTensor, LazyTensors, digest_of
+from atlas_cli.io.tensors import LazyTensor, LazyTensors
 from atlas_cli.models import transformers_config
 from atlas_cli.models.folders import (
     CONFIG,
@@ -327,7 +328,7 @@ def zero_shot_head(
     weight = compute_head(clip, classes, templates)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, {"weight": weight.cpu()}, {"sha256": digest_of(weight)})
+        write_tensors(path, {"weight": weight.cpu()}, {"sha256": checkpoint.digest_of(weight)})
     except OSError as problem:
         warn(
             f"{path.parent}: cannot keep the zero-shot head: {problem.strerror}; "
@@ -342,7 +343,7 @@ def _kept_head(path: Path, classes: int) -> torch.Tensor:
     sound = weight.dtype.is_floating_point and bool(weight.isfinite().all())
     if not sound or weight.dim() != 2 or len(weight) != classes:
         raise CheckpointError(f"{path}: is no head of {classes} classes")
-    if read_metadata(path).get("sha256") != digest_of(weight):
+    if read_metadata(path).get("sha256") != checkpoint.digest_of(weight):
         raise CheckpointError(f"{path}: is not what was written")
     return weight
 
@@ -382,9 +383,9 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, tensor in clip.module.state_dict().items():
         if not name.startswith("visual."):
-            digest.update(
-                f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}".encode()
-            )
+            shape = tuple(tensor.shape)
+            what = f"{name} {tensor.dtype} {shape} {checkpoint.digest_of(tensor)}"
+            digest.update(what.encode())
     text = {**clip.config, "vision_cfg": None}
     digest.update(json.dumps([text, list(classes), list(templates)], sort_keys=True).encode())
     inner: Any = getattr(clip.tokenize, "tokenizer", clip.tokenize)
@@ -393,5 +394,5 @@ def _key(clip: Clip, classes: Sequence[str], templates: Sequence[str]) -> str:
     digest.update(repr(known or sorted(inner.get_vocab().items())).encode())
     probes = [templates[0].replace("{}", name) for name in classes]
     tokens = clip.tokenize([*probes, *(text.replace("{}", classes[0]) for text in templates)])
-    digest.update(digest_of(tokens).encode())
+    digest.update(checkpoint.digest_of(tokens).encode())
     return digest.hexdigest()

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from atlas_cli.core.packed import Packed, Residual
 from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
 
 LONGEST_NUMBER = -1.234567e-100
 _LONGEST_OFFSET = 10**12
+TRIMMED = "trimmed"  # the folder of vectors that were made for a run
 
 
 def room_for(header: Header, parts: int) -> int:
@@ -60,3 +66,19 @@ def stored_tensors(name: str, block: Block) -> dict[str, torch.Tensor]:
                 for number, part in enumerate(parts)
                 for kind, tensor in (("up", part.up), ("down", part.down))
             }
+
+
+@contextmanager
+def made_vectors(folder: Path) -> Iterator[Path]:
+    """Where vectors that are made for a run go. If the run fails, what was made is removed."""
+    target = folder / TRIMMED
+    made = [path for path in (target, folder) if not path.exists()]
+    try:
+        yield target
+    except AtlasError:
+        for path in made:
+            if path == target:
+                shutil.rmtree(target, ignore_errors=True)
+            elif path.exists() and not any(path.iterdir()):
+                path.rmdir()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from learned_runs import write_world
 
+from atlas_cli.datasets import dataset
 from atlas_cli.errors import ClosedError, UsageError
 from atlas_cli.learning import events
 from atlas_cli.learning.add import add
@@ -126,14 +128,19 @@ def test_a_listener_that_raises_ends_training_and_hears_that_it_ended(world):
 def reads_of_images(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     """Counts how often the whole content of an image is read, as hashing does."""
     reads: collections.Counter[str] = collections.Counter()
-    read_bytes = Path.read_bytes
+    open_regular = dataset.open_regular
 
-    def counted(path: Path) -> bytes:
-        if path.suffix == ".png":
-            reads[str(path)] += 1
-        return read_bytes(path)
+    class Counted(io.BufferedReader):
+        def __init__(self, path: Path):
+            super().__init__(open_regular(path).detach())
+            self.path = path
 
-    monkeypatch.setattr(Path, "read_bytes", counted)
+        def read(self, size: int | None = -1, /) -> bytes:
+            if size == -1:
+                reads[str(self.path)] += 1
+            return super().read(size)
+
+    monkeypatch.setattr(dataset, "open_regular", Counted)
     return reads
 
 

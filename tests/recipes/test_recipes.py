@@ -61,6 +61,7 @@ def test_the_json_schema_of_a_recipe_has_ranges_choices_and_defaults():
     assert keys["lr"] == {
         "type": "number",
         "exclusiveMinimum": 0,
+        "maximum": 1e30,
         "description": rate,
         "default": 0.03,
     }
