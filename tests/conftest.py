@@ -104,7 +104,7 @@ def _is_whole(config: pytest.Config) -> bool:
     """Whether all tests of the default suite run."""
     chosen = (config.getoption(name, None) for name in ("keyword", "deselect", "lf", "maxfail"))
     by_default = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    return by_default and config.getoption("markexpr") == "not slow" and not any(chosen)
+    return by_default and config.getoption("markexpr").startswith("not slow") and not any(chosen)
 
 
 def pytest_collection_finish() -> None:

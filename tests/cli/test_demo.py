@@ -224,7 +224,7 @@ def commands_done(folder: Path) -> int:
     return 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_killed_and_run_again_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
     whole = run("-o", "whole", "--json", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr

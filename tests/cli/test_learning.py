@@ -272,7 +272,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(run, world, tmp_path, com
     check_resumed(run, world, tmp_path, 1, command)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_killed_twenty_times_comes_to_the_same_coefficients(run, world, tmp_path):
     check_resumed(run, world, tmp_path, 20, "fit")
 

@@ -87,18 +87,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world
 
 
-# Six signals to each run. The numbers of ranks take turns, and the last of them ends the run.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seed", "ranks"), [(0, [2]), (1, [2]), (2, [2, 3]), (3, [2]), (4, [3, 2, 1])]
-)
-def test_after_six_signals_no_process_is_left_and_the_run_goes_on(
-    undisturbed: Path, seed: int, ranks: list[int]
+# Two signals, or thirty to five runs. The numbers of ranks take turns; the last ends the run.
+CASES = [pytest.param(5, [2], [signal.SIGTERM, signal.SIGKILL], marks=pytest.mark.slow)]
+CASES += [
+    pytest.param(seed, ranks, [*CODES, *CODES], marks=pytest.mark.campaign)
+    for seed, ranks in enumerate([[2], [2], [2, 3], [2], [3, 2, 1]])
+]
+
+
+@pytest.mark.parametrize(("seed", "ranks", "signals"), CASES)
+def test_after_signals_no_process_is_left_and_the_run_goes_on(
+    undisturbed: Path, seed: int, ranks: list[int], signals: list[signal.Signals]
 ):
     world, folder = undisturbed, f"run{seed}"  # recipes name the folders of a world
     chance = random.Random(seed)
-    signals = [*CODES, *CODES]
-    chance.shuffle(signals)
+    signals = chance.sample(signals, len(signals))
     for step, number in enumerate(signals):
         count = max(2, ranks[step % len(ranks)])  # --launch 1 has no ranks
         for _ in range(5):  # one that was done before it heard of the signal shows nothing

@@ -140,7 +140,7 @@ def test_five_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path)
     check_kills(recipe, 5, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_thirty_kills_and_the_same_command_again_give_the_same_bytes(recipe: Path):
     check_kills(recipe, 30, signal.SIGKILL)
 

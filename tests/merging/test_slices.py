@@ -103,9 +103,12 @@ def test_a_line_of_a_journal_that_was_cut_short_is_no_piece(tmp_path: Path):
     assert read_pieces(journal) == ({(3, 0), (12, 1)}, 18)
 
 
-@pytest.mark.slow
-def test_twenty_kills_of_slices_and_the_same_commands_again_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "wanted_kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.campaign)],
+)
+def test_kills_of_slices_and_the_same_commands_again_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted_kills: int
 ):
     monkeypatch.chdir(tmp_path)
     for number in (1, 2, 3):
@@ -123,7 +126,7 @@ def test_twenty_kills_of_slices_and_the_same_commands_again_give_the_same_bytes(
     wanted = digests(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     chance, kills, places = random.Random(20), 0, set()
-    while kills < 20:
+    while kills < wanted_kills:
         count = chance.choice((2, 3))
         left = {f"{number}/{count}" for number in range(1, count + 1)}
         while left:  # all at once, one of them killed after some more pieces
