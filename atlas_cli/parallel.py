@@ -50,20 +50,26 @@ class ThreadPool:
     """
 
     def __init__(self, threads: int, parts: int = 1) -> None:
-        self.parts = parts
+        self.parts, self._alone = parts, threads == 1
         self._pool = ThreadPoolExecutor(
             threads, initializer=_take_one_core, thread_name_prefix="atlas"
         )
         everyone = Barrier(threads)
         with torch_threads(torch.get_num_threads()):  # what these threads set is also the default
-            self.map(lambda _: everyone.wait(), range(threads))
+            list(self._pool.map(lambda _: everyone.wait(), range(threads)))
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Have a thread call function(*arguments)."""
         return self._pool.submit(function, *arguments)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """function(item) for every item, in the order of the items."""
+        """function(item) for every item, in the order of the items.
+
+        A single thread would only take turns with the one that calls: that one does the work
+        itself if torch gives it one core, too.
+        """
+        if self._alone and torch.get_num_threads() == 1:
+            return [function(item) for item in items]
         return list(self._pool.map(function, items))
 
     def close(self) -> None:

@@ -6,11 +6,12 @@
 Every task is the target once; the vectors of the other seven are the pool, 60 steps of 16 images
 for each fit. `bits` keeps the pool in every storage; `budget` keeps a share of its bytes in fp32,
 chosen at random, by features, by the gradient, or greedily. Prints two markdown tables: the mean
-test accuracy, the bytes that are kept, and seconds per step. Finished rows are kept in DIR, so that
-a run that was stopped goes on. With --ranking, as many random vectors of the shapes of ViT-B/32 in
-int8 are written to DIR (88 MB each) and ranked: seconds beside those of reading the files, with
-what the system keeps of files dropped before each where that is allowed, and what the memory of the
-process grew by beyond the gradient.
+test accuracy, the bytes that are kept, and seconds per step. Finished rows are kept in a file,
+benchmarks/rows/budget.jsonl unless --rows names another, so that a run that was stopped goes on;
+each has a digest of what it was measured with, and counts as long as that is so. With --ranking,
+as many random vectors of the shapes of ViT-B/32 in int8 are written to DIR (88 MB each) and ranked:
+seconds beside those of reading the files, with what the system keeps of files dropped before each
+where that is allowed, and what the memory of the process grew by beyond the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import SHORT
+from contenders import ROWS, SHORT, kept_rows, now, short_digest
 
 from atlas_cli.cli.app import main as atlas
 from atlas_cli.core.budget import Budget, by_greed
@@ -56,6 +57,7 @@ FORMS = {
     "rank 16": ["--dtype", "fp16", "--rank", "16"],
 }
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1.0}
+REVISION = 1  # raised where the same keys come to something else
 Row = dict[str, Any]
 
 
@@ -115,14 +117,13 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[Row, dict[str, Any]]]:
 
 def results(options: argparse.Namespace) -> list[Row]:
     """The rows of all jobs."""
-    file = options.work / "rows.jsonl"
-    lines = file.read_text("utf-8").splitlines() if file.exists() else []
-    rows = [json.loads(line) for line in lines]
+    mark = short_digest([SHORT, FORMS, REVISION])
+    rows = [row for row in kept_rows(options.rows) if row["digest"] == mark]
     for about, recipe in jobs(options):
         if any(about.items() <= row.items() for row in rows):
             continue
-        rows.append({**about, **measure(recipe)})
-        with file.open("a", encoding="utf-8") as kept:
+        rows.append({**about, **measure(recipe), "digest": mark, **now()})
+        with options.rows.open("a", encoding="utf-8") as kept:
             kept.write(json.dumps(rows[-1]) + "\n")
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -277,6 +278,7 @@ def rank_large(count: int, rounds: int, work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("budget_work"))
+    parser.add_argument("--rows", type=Path, default=ROWS / "budget.jsonl", metavar="FILE")
     parser.add_argument("--tasks", nargs="+", default=TARGETS, choices=TARGETS, metavar="TASK")
     parser.add_argument("--shots", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

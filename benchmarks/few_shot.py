@@ -3,7 +3,7 @@
     python benchmarks/few_shot.py [--work DIR] [--shots 1 2 4 8 16] [--seeds 0 1 2] [--jobs 2]
     python benchmarks/few_shot.py --augment flip --shots 2 --seeds 0 [--work DIR]
     python benchmarks/few_shot.py --storage [--work DIR]
-    python benchmarks/few_shot.py --heads [--work DIR] [--ways WAY...]
+    python benchmarks/few_shot.py --heads [--rows FILE] [--ways WAY...] [--shots 4] [--seeds 0]
 
 Every task is the target once, with its own vector left out of the pool of eight. All methods see
 the same images; nothing is selected on the test split. Prints a markdown table of the mean test
@@ -11,6 +11,9 @@ accuracy over tasks and seeds, and one row per task. With --storage the table co
 vectors are kept instead, at four shots. Fine-tuned weights and finished rows are kept in DIR, so
 that a run that was stopped goes on. About 35 s of one core for each target, seed and number of
 shots.
+
+With --heads the ways of contenders.py are measured with the vectors that come with atlas; rows that
+are finished are kept in FILE, benchmarks/rows/heads.jsonl unless told otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import build_tiny
 import storage
 import torch
 import torch.nn.functional as F
-from contenders import WAYS, measure_all, tables
+from contenders import ROWS, USUAL, WAYS, measure_all, tables
 
 from atlas_cli.core.storage import Form
 from atlas_cli.datasets.builtin import TASKS
@@ -254,15 +257,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--augment", choices=("none", "crop", "flip"), default="none")
     parser.add_argument("--heads", action="store_true", help="heads and presets, as real.py")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    parser.add_argument("--rows", type=Path, default=ROWS / "heads.jsonl", metavar="FILE")
+    parser.add_argument("--ways", nargs="+", default=USUAL, choices=WAYS, metavar="WAY")
     parser.add_argument("--storage", action="store_true", help="compare how vectors are kept")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
     if options.heads:
-        file, plan = options.work / "heads.jsonl", (TARGETS, options.shots, options.seeds)
-        rows_of_heads = measure_all(file, built_in, *plan, options.ways)
+        plan = TARGETS, options.shots, options.seeds
+        rows_of_heads = measure_all(options.rows, built_in, *plan, options.ways, {})
         print("\n".join(tables(rows_of_heads, *plan)))
         return
+    options.work.mkdir(parents=True, exist_ok=True)
     make_vectors(options.work)
     if options.storage:
         jobs = [Job(task, 4, 0, "block", form) for form in FORMS for task in TARGETS]

@@ -5,9 +5,10 @@
 FOLDER has a folder per task with train/CLASS, test/CLASS and info.json: the class names by folder
 and a prompt template. MODEL is an open_clip folder; it is run at --size pixels. A task vector is
 made of every task by `atlas finetune`; every target is then learned with the vectors of all
-others. Nothing is selected on the test split. Fine-tuned vectors and finished rows are kept in
-DIR, so that a run that was stopped goes on. Prints one markdown table per number of shots. --quick
-takes three targets, four shots, one seed and the main ways.
+others. Nothing is selected on the test split. Fine-tuned vectors are kept in DIR and finished rows
+in a file, benchmarks/rows/real.jsonl unless --rows names another, so that a run that was stopped
+goes on. Prints one markdown table per number of shots. --quick takes three targets, four shots, one
+seed and the main ways.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from contenders import WAYS, measure_all, tables
+from contenders import ROWS, USUAL, WAYS, measure_all, tables
 
 QUICK = ("zero-shot", "tip-f", "lpp", "probe", "block", "fast", "best")
 STEPS, BATCH, RATE = 60, 32, 5e-4  # of fine-tuning
@@ -83,7 +84,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--pool", nargs="+", help="tasks to make vectors of; default all")
     parser.add_argument("--targets", nargs="+", help="tasks to learn; default all of the pool")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY")
+    parser.add_argument("--rows", type=Path, default=ROWS / "real.jsonl", metavar="FILE")
+    parser.add_argument("--ways", nargs="+", default=USUAL, choices=WAYS, metavar="WAY")
     parser.add_argument("--quick", action="store_true", help="four shots of one seed, few ways")
     options = parser.parse_args()
     found = sorted(path for path in options.data.iterdir() if (path / "info.json").exists())
@@ -105,7 +107,9 @@ def main() -> None:
         given = {"data": str(paths[task]), "model": str(model), "vectors": others}
         return {**given, "shots": k, "seed": seed}
 
-    rows = measure_all(options.work / "rows.jsonl", target, targets, shots, seeds, ways)
+    about = {"model": options.model.name, "size": options.size, "pool": sorted(pool)}
+    about |= {"steps": STEPS, "batch": BATCH, "rate": RATE}
+    rows = measure_all(options.rows, target, targets, shots, seeds, ways, about)
     print("\n".join(tables(rows, targets, shots, seeds)))
 
 

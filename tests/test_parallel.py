@@ -39,6 +39,17 @@ def test_the_threads_of_a_pool_keep_one_core_while_others_have_more():
     torch.set_num_threads(before)
 
 
+def test_one_thread_hands_its_work_to_another_only_where_torch_has_more_cores():
+    before = torch.get_num_threads()
+    with ThreadPool(1) as pool:
+        for cores, at_home in ((1, True), (2, False)):
+            torch.set_num_threads(cores)
+            workers = pool.map(lambda _: threading.current_thread(), "ab")
+            assert [one is threading.current_thread() for one in workers] == [at_home] * 2
+            assert pool.map(lambda _: torch.get_num_threads(), "ab") == [1, 1]
+    torch.set_num_threads(before)
+
+
 def test_an_error_stops_the_work():
     done = []
 
