@@ -147,6 +147,8 @@ def measure(ways: Sequence[str], target: Keys) -> Iterator[tuple[str, Row]]:
                 row: Row = {"accuracy": round(_scored(way, verb, ready, selection, test), 4)}
             except AtlasError as problem:  # such as Tip with one image: a row that says so
                 row = {"refused": str(problem).splitlines()[0]}
+            if selection.choice:
+                row["choice"] = selection.choice
             yield way, {**row, "seconds": round(shared + _since(began), 2)}
 
 

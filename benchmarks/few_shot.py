@@ -3,7 +3,7 @@
     python benchmarks/few_shot.py [--work DIR] [--shots 1 2 4 8 16] [--seeds 0 1 2] [--jobs 2]
     python benchmarks/few_shot.py --augment flip --shots 2 --seeds 0 [--work DIR]
     python benchmarks/few_shot.py --storage [--work DIR]
-    python benchmarks/few_shot.py --heads [--rows FILE] [--ways WAY...] [--shots 4] [--seeds 0]
+    python benchmarks/few_shot.py --heads [--rows FILE] [--ways WAY...] [--tasks TASK...]
 
 Every task is the target once, with its own vector left out of the pool of eight. All methods see
 the same images; nothing is selected on the test split. Prints a markdown table of the mean test
@@ -257,12 +257,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--augment", choices=("none", "crop", "flip"), default="none")
     parser.add_argument("--heads", action="store_true", help="heads and presets, as real.py")
+    parser.add_argument("--tasks", nargs="+", default=TARGETS, choices=TARGETS, metavar="TASK")
     parser.add_argument("--rows", type=Path, default=ROWS / "heads.jsonl", metavar="FILE")
     parser.add_argument("--ways", nargs="+", default=USUAL, choices=WAYS, metavar="WAY")
     parser.add_argument("--storage", action="store_true", help="compare how vectors are kept")
     options = parser.parse_args()
     if options.heads:
-        plan = TARGETS, options.shots, options.seeds
+        plan = options.tasks, options.shots, options.seeds
         rows_of_heads = measure_all(options.rows, built_in, *plan, options.ways, {})
         print("\n".join(tables(rows_of_heads, *plan)))
         return
