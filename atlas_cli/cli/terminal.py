@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def draw_table(
 ) -> str:
     """Rows as a table, with colours unless it is plain. A column without any text is left out."""
     from rich.console import Console
+    from rich.text import Text
 
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     console = Console(
@@ -80,11 +82,13 @@ def draw_table(
         width=width or _width_of(sys.stdout),
     )
     least = sum(_least_width(name, rows) + _BETWEEN for name in columns) + _BETWEEN
-    if least <= console.width:
-        shortened = _shortened(columns, rows, console.width)
-        console.print(_side_by_side(columns, shortened, caption))
+    shortened = _shortened(columns, rows, console.width) if least <= console.width else None
+    if shortened:
+        console.print(_side_by_side(columns, shortened))
     else:
-        console.print(_below_each_other(columns, rows, caption, console.width))
+        console.print(_below_each_other(columns, rows, console.width))
+    if caption:  # as wide as the terminal, not as the table
+        console.print(Text(caption, style="table.caption"))
     drawn: str = console.file.getvalue()  # type: ignore[attr-defined]
     return drawn
 
@@ -98,8 +102,8 @@ def _width_of(stream: TextIO) -> int | None:
 
 def _shortened(
     columns: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
-) -> list[dict[str, str]]:
-    """The rows with long names cut in the middle, since related names often begin alike."""
+) -> list[dict[str, str]] | None:
+    """The rows with long names cut in the middle; None if different names would look alike."""
     widest = {name: max(len(text) for text in (name, *(r[name] for r in rows))) for name in columns}
     texts = sorted((n for n in columns if not _is_numeric(n, rows)), key=lambda name: widest[name])
     room = width - _BETWEEN * (len(columns) + 1)
@@ -108,15 +112,29 @@ def _shortened(
     for number, name in enumerate(texts):
         limits[name] = min(widest[name], max(_FOLDED, room // (len(texts) - number)))
         room -= limits[name]
-    return [{name: _cut(row[name], limits.get(name)) for name in columns} for row in rows]
+    cut = [_cut([row[name] for row in rows], limits.get(name, widest[name])) for name in columns]
+    if None in cut:
+        return None
+    return [dict(zip(columns, row, strict=True)) for row in zip(*filter(None, cut), strict=True)]
 
 
-def _cut(text: str, limit: int | None) -> str:
-    """A name of so many letters at most, without its middle; what has spaces is wrapped instead."""
-    if limit is None or len(text) <= limit or " " in text:
-        return text
-    end = (limit - 1) // 2
-    return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
+def _cut(texts: Sequence[str], limit: int) -> list[str] | None:
+    """Names of so many letters at most, or None if different ones would look alike.
+
+    What is left out is as near to the middle as it can be: related names often begin alike, and
+    end alike. What has spaces is wrapped instead.
+    """
+    middle = (limit - 1) // 2
+    for end in sorted(range(limit), key=lambda end: abs(end - middle)):
+        found = [
+            text
+            if len(text) <= limit or " " in text
+            else f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
+            for text in texts
+        ]
+        if len(set(found)) == len(set(texts)):
+            return found
+    return None
 
 
 def _least_width(name: str, rows: Sequence[Mapping[str, str]]) -> int:
@@ -129,14 +147,13 @@ def _is_numeric(name: str, rows: Sequence[Mapping[str, str]]) -> bool:
     return all(row[name][:1] in "+-0123456789" for row in rows)
 
 
-def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str) -> Table:
+def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
     """A line for every row."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    style = box.SIMPLE_HEAD
-    table = Table(caption=caption, caption_justify="left", box=style, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for name in columns:
         is_number = _is_numeric(name, rows)
         table.add_column(
@@ -148,25 +165,26 @@ def _side_by_side(columns: Sequence[str], rows: Sequence[Mapping[str, str]], cap
 
 
 def _below_each_other(
-    columns: Sequence[str], rows: Sequence[Mapping[str, str]], caption: str, width: int
+    columns: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
 ) -> Table:
     """A line for every cell that has something in it, where rows would be too wide."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    style = box.SIMPLE
-    table = Table(caption=caption, caption_justify="left", box=style, show_header=False)
+    table = Table(box=box.SIMPLE, show_header=False)
     table.add_column("", overflow="fold", style="bold")
     table.add_column("", overflow="fold")
     blanks = 7  # around and between the two
     longest_word = max(len(word) for name in columns for word in name.split())
     room = width - blanks - max(map(len, columns))
     room = max(room, min(_WHOLE, width - blanks - longest_word))  # rather a name in two lines
-    for row in rows:
+    cells = {name: [row[name] for row in rows] for name in columns}
+    cut = {name: _cut(texts, max(room, _FOLDED)) or texts for name, texts in cells.items()}
+    for number, row in enumerate(rows):
         for name in columns:
             if row[name]:
-                table.add_row(name, Text(_cut(row[name], max(room, _FOLDED))))
+                table.add_row(name, Text(cut[name][number]))
         table.add_section()
     return table
 
@@ -237,10 +255,10 @@ def summarise(result: LearningResult) -> tuple[list[dict[str, str]], str]:
         }
         for one in result.tests
     ]
-    merge = f"  atlas merge {result.folder} -o {result.folder}-model"
+    folder, model, page = (quote(f"{result.folder}{end}") for end in ("", "-model", ".html"))
     lines = [
         f"The run is in {result.folder}. Next:",
-        *([merge] if result.improved else []),
-        f"  atlas report {result.folder} -o {result.folder}.html",
+        *([f"$ atlas merge {folder} -o {model}"] if result.improved else []),
+        f"$ atlas report {folder} -o {page}",
     ]
-    return rows, "\n".join(lines)
+    return rows, fit("\n".join(lines), _width_of(sys.stdout))

@@ -136,15 +136,17 @@ class Adding(LearningVerb):
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """Every task: zero-shot, the best uniform scale, learned, merges, and its own model."""
-        from atlas_cli.learning.baselines import accuracies, individual
+        from atlas_cli.learning.baselines import accuracies, heading, individual
 
         method = self.recipe.method
         names = [dataset.name for dataset in ready.inputs.datasets]
         others = ((), ()) if brief else (self.scales(ready), self.compare)
         scores = accuracies(ready, selection.coefficients, *others)
         own = individual(ready)
-        rows = [_row(name, names, found, own) for name, found in scores.items()]
-        rows.append(_row("individual", names, own, own))
+        methods = scores | ({"individual": own} if any(own) else {})
+        rows = [
+            {heading(ready): name, **_row(names, found, own)} for name, found in methods.items()
+        ]
         before, after = (statistics.fmean(scores[key]) for key in ("zero-shot", method))
         comment = (
             f"{ready.source}\nMean accuracy on these images: zero-shot {before:.2f}, "
@@ -195,9 +197,9 @@ def _relative(found: Sequence[float], own: Sequence[float | None]) -> float | No
 
 
 def _row(
-    method: str, names: Sequence[str], found: Sequence[float | None], own: Sequence[float | None]
+    names: Sequence[str], found: Sequence[float | None], own: Sequence[float | None]
 ) -> dict[str, Cell]:
-    row: dict[str, Cell] = {"top-1 in percent": method, **dict(zip(names, found, strict=True))}
+    row: dict[str, Cell] = dict(zip(names, found, strict=True))
     known = [value for value in found if value is not None]
     whole = len(known) == len(found)
     row["mean"] = statistics.fmean(known) if whole else None

@@ -62,6 +62,11 @@ def accuracies(
     return found
 
 
+def heading(ready: PreparedRun) -> str:
+    """What stands above these accuracies: which images they are of, and the unit."""
+    return f"{'validation' if ready.setup.judges else 'training'} top-1 in percent"
+
+
 def individual(ready: PreparedRun) -> list[float | None]:
     """The accuracy of each task's own model: as given, or base + its own vector; in percent."""
     setup, recipe = ready.setup, ready.inputs.recipe

@@ -248,12 +248,6 @@ class Fitting(LearningVerb):
             facts |= {"choice": selection.choice, "folds": _fold_scores(selection)}
         return Report(comment, (note,), facts)
 
-    def untested(self, ready: PreparedRun) -> tuple[str, ...]:
-        """Accuracy on training images alone says little."""
-        if self.recipe.select != "last":
-            return ()
-        return ("training top-1 says little; atlas eval measures the merged model on other images",)
-
     @property
     def _method(self) -> str:
         """What was done, in a few words."""

@@ -83,7 +83,7 @@ class Negating(LearningVerb):
 
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:
         """Targets and control: before, with the best uniform scale, learned, and as merged."""
-        from atlas_cli.learning.baselines import accuracies
+        from atlas_cli.learning.baselines import accuracies, heading
 
         others = ((), ()) if brief else (self.scales(ready), self.compare)
         scores = accuracies(ready, selection.coefficients, *others)
@@ -101,7 +101,7 @@ class Negating(LearningVerb):
         failed = None if selection.improved else _FAILED.format(100 * self.recipe.keep)
         comment = f"{ready.source}\nAccuracy on these images: {changes}."
         rows: list[dict[str, Cell]] = [
-            {"top-1 in percent": method, **dict(zip(names, found, strict=True))}
+            {heading(ready): method, **dict(zip(names, found, strict=True))}
             for method, found in scores.items()
         ]
         return Report(comment, (), facts, rows, failed)

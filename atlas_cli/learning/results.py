@@ -19,6 +19,7 @@ _OLD_KEYS = {
     "val_accuracy": "val_top1_percent",
     "agreement": "agreement_percent",
 }
+SAYS_LITTLE = "training top-1 says little; atlas eval measures the merged model on other images"
 Cell = str | float | None  # of a table; a number is in percent
 
 

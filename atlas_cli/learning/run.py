@@ -30,7 +30,7 @@ from atlas_cli.learning.events import (
     agreed,
     ignore,
 )
-from atlas_cli.learning.results import LearningResult, Report
+from atlas_cli.learning.results import SAYS_LITTLE, LearningResult, Report
 from atlas_cli.recipes.model import UNIT, in_percent, parse_shots
 from atlas_cli.recipes.text import write_recipe
 from atlas_cli.sources.locate import (
@@ -158,7 +158,7 @@ class LearningVerb(ABC):
 
     def untested(self, ready: PreparedRun) -> tuple[str, ...]:
         """What to add to the scores where no test images were scored."""
-        return ()
+        return (SAYS_LITTLE,) if self.labelled and self.recipe.select in ("last", "same") else ()
 
     @abstractmethod
     def report(self, ready: PreparedRun, selection: Selection, *, brief: bool) -> Report:

@@ -125,7 +125,8 @@ class Adapting(LearningVerb):
         decided = decision(selection, guarded=ready.objective.guarded)
         first, last = in_percent(before.values), in_percent(after.values)
         changes = ", ".join(
-            f"{_WORDS.get(key, key)} {old:.3f} -> {last[key]:.3f}" for key, old in first.items()
+            f"{_WORDS.get(key, key)} {_sign(key, old)} -> {_sign(key, last[key])}"
+            for key, old in first.items()
         )
         facts = {
             "rule": decided,
@@ -215,6 +216,11 @@ def decision(selection: Selection, *, guarded: bool) -> str:
     said = f"epoch {kept} of {epochs} is kept: its predictions are the clearest"
     told = dict.fromkeys(OBJECTIONS[name] for name in OBJECTIONS if name in faults)
     return f"{said}; in other epochs, {' and '.join(told)}" if told else said
+
+
+def _sign(name: str, value: float) -> str:
+    """A sign as text; what is a share of images has its unit."""
+    return f"{value:.2f} %" if name == "agreement" else f"{value:.3f}"
 
 
 def _lines(dataset: Dataset, probabilities: torch.Tensor) -> str:

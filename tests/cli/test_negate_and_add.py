@@ -82,6 +82,26 @@ def test_by_val_the_train_split_teaches_and_the_val_split_judges(
     } == {*found["accuracy"]["learned"]}
 
 
+@pytest.mark.parametrize("command", ["negate", "add"])
+def test_the_table_says_which_images_were_scored_and_has_no_empty_row(
+    call,
+    world,  # noqa: F811
+    tmp_path: Path,
+    command: str,
+):
+    write_shots(tmp_path / "boats" / "train", 3, seed=4)
+    write_shots(tmp_path / "boats" / "val", 2, seed=5)
+    control = ["--control", tmp_path / "boats"] if command == "negate" else []
+    models = ("--model", world / "base", "--vectors", world / "v")
+    quick = [word for word in QUICK if word != "--quiet"]
+    for select, word in (("same", "training"), ("val", "validation")):
+        given = (command, tmp_path / "boats", *control, *models, *quick, "--select", select)
+        said = call(*given, "--lr", "0.5").err
+        assert f"  {word} top-1 in percent  " in said
+        assert ("training top-1 says little" in said) == (select == "same")
+        assert "individual" not in said  # no vector is of this task
+
+
 def test_isotropic_learns_a_number_for_each_vector(call, world):  # noqa: F811
     result = call(*arguments(world, "--method", "isotropic", command="add"))
     table = yaml.safe_load(result.out)["coefficients"]

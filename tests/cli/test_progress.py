@@ -96,6 +96,7 @@ def test_a_terminal_shows_a_summary_and_the_next_command(on_terminal, world, tmp
         folder = tmp_path / str(columns)
         shown = on_terminal(*given(world, "-o", folder), columns=columns, COLUMNS="", NO_COLOR="1")
         *_, summary = shown.replace("\r", "").rpartition("The run is in")
+        summary = " ".join(summary.replace("\\\n", " ").split())
         assert f"atlas merge {folder} -o" in summary or f"atlas report {folder} -o" in summary
         assert "merge_method" not in shown
         phases = ("finding the model", "opening the model", "hashing the images", "decoding images")

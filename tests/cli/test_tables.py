@@ -6,11 +6,13 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,7 +122,7 @@ def test_a_table_that_another_process_shows_fits_its_terminal(run_python) -> Non
 def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
     name = "models/experiments/2026/learned_on_house_numbers"
     rows = [{"model": name, "data": "digits", "top-1": "36.90"}]
-    (cut,) = terminal._shortened(["model", "data", "top-1"], rows, 40)
+    (cut,) = terminal._shortened(["model", "data", "top-1"], rows, 40) or ()
     assert (cut["data"], cut["top-1"]) == ("digits", "36.90")
     assert len(cut["model"]) == 40 - 2 * 4 - len("digits") - len("36.90")
     start, end = cut["model"].split("…")
@@ -128,3 +130,33 @@ def test_a_long_name_is_cut_in_the_middle_and_never_broken() -> None:
     assert name.endswith(end)
     assert min(len(start), len(end)) > 8
     assert terminal._shortened(["model", "data", "top-1"], rows, 100) == rows
+
+
+def test_different_names_never_look_alike_however_narrow_the_terminal() -> None:
+    kinds = ("mlp.c_fc.bias", "mlp.c_proj.bias", "attn.in_proj_bias", "attn.out_proj.bias")
+    rows = [{"kind": name, "mean": "+0.100", "lowest": "-0.100", "n": "1"} for name in kinds]
+    for width in (28, 32, 36):
+        lines = terminal.draw_table(rows, "", width, plain=True).splitlines()
+        firsts = [line.split()[0] for line in lines if "+0.100" in line]
+        assert len(set(firsts)) == (4 if width > 30 else 1)  # where no cut helps, a line per cell
+    ends = [{"model": f"models/run{n}/at-the-end-of-it", "top-1": "1.00"} for n in range(12)]
+    shown = terminal.draw_table(ends, "", 24, plain=True).split()
+    assert len({word for word in shown if "…" in word}) == 12
+
+
+def test_a_caption_has_the_width_of_the_terminal_not_of_the_table() -> None:
+    shown = terminal.draw_table([{"n": "1"}], "what these numbers are, in many words", 60)
+    assert "what these numbers are, in many words" in shown
+
+
+def test_commands_of_a_summary_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the folder has a space in its name and the terminal is narrow."""
+    folder = Path("runs of today/signs with few shots")
+    result = SimpleNamespace(tests=(), improved=True, folder=folder)
+    monkeypatch.setattr(terminal, "_width_of", lambda stream: 40)
+    _, text = terminal.summarise(result)  # type: ignore[arg-type]
+    commands = text.partition("Next:\n")[2].replace("\\\n", " ").splitlines()
+    assert [shlex.split(line)[1:] for line in commands] == [
+        ["atlas", "merge", str(folder), "-o", f"{folder}-model"],
+        ["atlas", "report", str(folder), "-o", f"{folder}.html"],
+    ]
