@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 VECTORS = ["--model", "builtin:tiny", "--vectors", "builtin:letters", "builtin:signs"]
+VECTORS += ["--epochs", "1", "--min-steps", "1"]
 COMMANDS = {
-    "fit": ["fit", "builtin:digits", "--shots", "1", "--epochs", "1", *VECTORS, "-o", "run"],
+    "fit": ["fit", "builtin:digits", "--shots", "1", *VECTORS, "-o", "run"],
     "merge": ["merge", "run/recipe.yaml", "-o", "merged"],
     "eval": ["eval", "builtin:tiny", "--data", "builtin:digits", "--shots", "1"],
-    "tta": ["tta", "builtin:digits", *VECTORS, "--epochs", "1", "-o", "adapted"],
+    "tta": ["tta", "builtin:digits", *VECTORS, "-o", "adapted"],
 }
 FEW = {"fit": 30, "merge": 23, "eval": 17, "tta": 32}
 
@@ -23,15 +24,19 @@ from atlas_cli.cli.app import main
 root = os.path.dirname(atlas_cli.__file__) + os.sep
 
 def walked(arguments):
-    files = set()
+    files, known = set(), set()  # known: ids of code that tells no more
     def entered(frame, event, argument):
         code = frame.f_code
-        if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(root):
+        if event != "call" or id(code) in known:
+            return
+        if code.co_name.startswith("<") or not code.co_filename.startswith(root):
+            known.add(id(code))
             return
         while (frame := frame.f_back) is not None:
             if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(root):
                 return
         files.add(code.co_filename.removeprefix(root))
+        known.add(id(code))
     sys.stdout = open(os.devnull, "w")
     sys.setprofile(entered)
     code = main(arguments)

@@ -108,6 +108,9 @@ def test_two_processes_fit_what_one_does_and_only_the_first_speaks(world: Path):
     first, second = ended(started(world, 2, *given, "-o", "fit2"))
     assert (first[0], second) == (0, (0, "", "")), (first, second)
     check_same(world / "fit1", world / "fit2")
+    both = ended(started(world, 2, *given, "--shard-vectors", "-o", "fit2-shared"))
+    assert [one[0] for one in both] == [0, 0], both
+    check_same(world / "fit1", world / "fit2-shared")
     (line,) = [line for line in first[2].splitlines() if "bytes sent" in line]
     count = len(numbers(world / "fit1"))
     # A number in float64 for each coefficient and five facts, whatever the size of the model.
