@@ -262,14 +262,17 @@ def _groups(ways: Sequence[str]) -> Iterator[list[str]]:
 
 @functools.cache
 def _commit() -> str:
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return told.stdout.strip() or atlas_cli.__version__
+    """The commit that is checked out, with a mark if the package is not what it was there."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=False
+        )
+
+    found = git("rev-parse", "--short", "HEAD").stdout.strip()
+    changed = git("diff", "--quiet", "HEAD", "--", "../atlas_cli", "*.py").returncode
+    return (found or atlas_cli.__version__) + ("-dirty" if found and changed else "")
 
 
 def now() -> Row:
