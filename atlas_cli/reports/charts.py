@@ -300,7 +300,8 @@ def class_chart(scores: ClassScores) -> Any:
     ]
     side = alt.Y("class:N", sort=[row[0] for row in scores.rows], title=None)
     scale = alt.Scale(domain=[0, 100]) if scores.is_accuracy else alt.Scale(zero=True)
-    axis = alt.Axis(format="d", title=measure, tickCount=5)
+    # On top, where it is seen although a chart of many classes is scrolled.
+    axis = alt.Axis(format="d", title=measure, tickCount=5, orient="top")
     colours = alt.Scale(domain=["zero-shot", after], range=[_BEFORE, _AFTER])
     lines = alt.Chart(alt.Data(values=spans)).mark_rule(strokeWidth=2, color=_BEFORE)
     sizes = alt.Scale(domain=["zero-shot", after], range=[120, 70])  # both show in one place

@@ -24,6 +24,7 @@ _METHODS = (
     "search",
     TUNED,
 )  # of a run; other rows are what it is compared with
+_LONG = 50  # classes beyond which their chart is scrolled
 _MANY = 5000  # coefficients beyond which a page has no table of them, only the heat maps
 # Whatever a name in a run may hold, the browser fetches nothing. Vega compiles its expressions.
 _POLICY = (
@@ -136,7 +137,8 @@ def _scores(run: Run) -> str:
         [name, *(None if n is None else shown(n) for n in row)]
         for name, row in run.scores.rows.items()
     ]
-    return markup.table(["", *run.scores.columns], rows, "result")
+    on = f"{run.scores.on} images" if run.scores.on else ""
+    return markup.table([on, *run.scores.columns], rows, "result")
 
 
 def _tests(run: Run) -> str:
@@ -188,7 +190,8 @@ def _classes(scores: ClassScores) -> str:
         for name, *values in scores.rows
     ]
     table = markup.table(["class", "zero-shot", scores.after], rows, f"classes of {scores.task}")
-    return markup.row([_class_figure(scores)], kind="tall") + markup.folded(
+    kind = "tall long" if len(rows) > _LONG else "tall"
+    return markup.row([_class_figure(scores)], kind=kind) + markup.folded(
         f"All {len(rows)} classes of {scores.task}", table
     )
 
@@ -224,8 +227,8 @@ def _comparison(runs: Sequence[Run], thumbnails: Thumbnails) -> str:
     """A row for every task of every run, if there are several."""
     if len(runs) < 2:
         return ""
-    columns = ["run", "task", "zero-shot", "learned", "command", "test, zero-shot", "test"]
-    columns += ["vectors", "coefficients", "steps", "last loss"]
+    columns = ["run", "task", "command", "scored on", "zero-shot", "learned"]
+    columns += ["test, zero-shot", "test", "vectors", "coefficients", "steps", "last loss"]
     rows = [[*task, *_size(run)] for run in runs for task in _tasks(run)]
     table = markup.table(columns, rows, "runs")
     return markup.section("Runs", table, differences(runs, thumbnails))
@@ -240,7 +243,8 @@ def _tasks(run: Run) -> Iterator[list[Cell]]:
     for name, pair in zip_longest(run.tasks, shown, fillvalue=None):
         test = next((one for one in run.tests if one["task"] == name), None)
         tested = [percentage(test[key]) if test else None for key in ("zero_shot", "learned")]
-        yield [run.name, name, *(pair or (None, None)), run.command, *tested]
+        on = run.scores.on if run.scores and pair else ""
+        yield [run.name, name, run.command, on, *(pair or (None, None)), *tested]
 
 
 def _size(run: Run) -> list[Cell]:

@@ -45,12 +45,14 @@ class ClassScores:
 class RunScores:
     """What was measured at the end, by method: a number or None for each column.
 
-    Accuracies are in percent.
+    Accuracies are in percent, of images `on` which the coefficients were learned or selected:
+    training or validation.
     """
 
     is_accuracy: bool
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
+    on: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
     if "accuracies" in result:  # of fine-tuning
         before, after = (_number(result[key], scale) for key in ("zero_shot", "accuracy"))
         tuned: dict[str, tuple[float | None, ...]] = {"zero-shot": (before,), TUNED: (after,)}
-        return None if after is None else RunScores(True, ("validation top-1",), tuned)
+        return None if after is None else RunScores(True, ("top-1",), tuned, "validation")
+    on = "training" if result.get("select", "same") in ("last", "same") else "validation"
     if "accuracy" in result:
         rows = {**result["accuracy"], "own models": result.get("individual") or ()}
         kept = {
@@ -262,7 +265,7 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
             for name, row in rows.items()
             if any(row)
         }
-        return RunScores(True, tuple(result["tasks"]), kept)
+        return RunScores(True, tuple(result["tasks"]), kept, on)
     if "adapted" in result:
         names = tuple(result["zero_shot"])
         rows = {"zero-shot": result["zero_shot"], "adapted": result["adapted"]}
@@ -274,8 +277,7 @@ def _scores(result: Mapping[str, Any], method: str, scale: int) -> RunScores | N
         return RunScores(False, names, kept)
     if "learned" in result:
         before, after = (_number(result[key], scale) for key in ("zero_shot", "learned"))
-        on = "training" if result.get("select") == "last" else "validation"
-        return RunScores(True, (f"{on} top-1",), {"zero-shot": (before,), method: (after,)})
+        return RunScores(True, ("top-1",), {"zero-shot": (before,), method: (after,)}, on)
     return None
 
 

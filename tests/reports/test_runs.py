@@ -53,6 +53,23 @@ def test_a_run_is_all_of_its_files(tmp_path: Path):
     assert run.scores.rows == {"zero-shot": (50.0,), "learned": (100.0,)}
 
 
+@pytest.mark.parametrize(
+    ("result", "on"),
+    [
+        ({"zero_shot": 50, "learned": 60, "select": "last"}, "training"),
+        ({"zero_shot": 50, "learned": 60, "select": "holdout"}, "validation"),
+        ({"accuracy": {"learned": [60]}, "tasks": ["cars"], "select": "same"}, "training"),
+        ({"accuracy": {"learned": [60]}, "tasks": ["cars"], "select": "val"}, "validation"),
+        ({"zero_shot": 50, "accuracy": 60, "accuracies": [60]}, "validation"),
+    ],
+)
+def test_an_accuracy_is_that_of_images_that_are_named(tmp_path: Path, result: dict, on: str):
+    text = json.dumps({"unit": "percent", **result})
+    run = read_run(write_run(tmp_path / "run", **{"result.json": text}))
+    assert run.scores is not None
+    assert run.scores.on == on
+
+
 def test_a_run_of_an_earlier_version_is_read_in_percent(tmp_path: Path):
     """It has shares between 0 and 1, in files that name no unit."""
     classes = {"cat": {"images": 4, "zero_shot": 0.25, "learned": 1.0}}
