@@ -92,4 +92,4 @@ def test_a_command_imports_no_other_command():
 
 def test_a_misspelt_command_gets_the_nearest_of_all_though_its_arguments_name_one():
     (found,) = outcomes([["fti", "merge"]])
-    assert found.err == "atlas: error: No such command 'fti'. Did you mean 'fit'?\n"
+    assert found.err == "atlas: error: no such command 'fti'; did you mean 'fit'?\n"

@@ -279,7 +279,12 @@ def _in_one_line(problem: "typer.TyperException") -> str:
         names = [name for param in getattr(command, "params", []) for name in param.opts]
         close = nearest(option.strip("-"), [name.strip("-") for name in names])
         return f"no such option: {option}" + close.replace(" '", " '--")
-    return " ".join(problem.format_message().split())
+    text = " ".join(problem.format_message().split()).removesuffix(".")
+    text = (text[:1].lower() + text[1:]).replace(". Did you mean", "; did you mean")
+    context = getattr(problem, "ctx", None)
+    if context and text.startswith(("missing", "got unexpected")):
+        text += f"; {context.command_path} -h shows what it takes"
+    return text
 
 
 # Words of the command line --------------------------------------------------------------------

@@ -239,7 +239,7 @@ def test_mistakes_and_help_cost_no_heavy_import():
         ),
         (["builtin:tiny", "--plot", "nowhere/x.png"], "no such folder: nowhere"),
         (["builtin:tiny", "--jsn"], "did you mean '--json'?"),
-        ([], "Missing argument"),
+        ([], "missing argument"),
     ]
     given = [["inspect", *arguments] for arguments, _ in mistakes]
     *found, helped = outcomes([*given, ["inspect", "--help"]])

@@ -85,7 +85,8 @@ def test_an_argument_after_an_option_of_many_values_is_not_swallowed(call):
     assert scores.out.splitlines()[1].startswith("builtin:tiny,builtin:digits,")
     for given in (("one",), ("one", "two.safetensors")):
         refused = call("fit", *base, "--vectors", *given)
-        assert (refused.code, refused.err) == (2, "atlas: error: Missing argument 'DATA'.\n")
+        said = "missing argument 'DATA'; atlas fit -h shows what it takes"
+        assert (refused.code, refused.err) == (2, f"atlas: error: {said}\n")
 
 
 def test_a_weight_file_with_one_tensor_of_the_wrong_shape(run, open_clip_folder: Path):
@@ -228,10 +229,10 @@ def test_quiet_shows_no_bar_on_a_terminal(on_terminal):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evall"], "Did you mean 'eval'?"),
+        (["evall"], "no such command 'evall'; did you mean 'eval'?"),
         (["eval", "builtin:tiny", "--dat", "x"], "no such option: --dat; did you mean '--data'?"),
         (["eval", "builtin:tiny"], "no data given"),
-        (["eval"], "Missing argument"),
+        (["eval"], "missing argument 'MODEL'; atlas eval -h shows what it takes"),
         (["eval", "builtin:tiny", *DIGITS, "--device", "gpu"], "--device gpu: expected auto, cpu"),
         (["eval", "builtin:tiny", *DIGITS, "--split", "tset"], "did you mean 'test'?"),
         (["eval", "builtin:tiny", *DIGITS, "--template", "a"], "needs one {}"),
@@ -239,7 +240,7 @@ def test_quiet_shows_no_bar_on_a_terminal(on_terminal):
         (["eval", "builtin:tiny", *DIGITS, "--batch-size", "0"], "--batch-size"),
         (["eval", "builtin:tiny", *DIGITS, "--seed", "-1"], "--seed"),
         (["draw", "digits", "-o", "x"], "no such data: digits"),
-        (["draw", "builtin:digits"], "Missing option"),
+        (["draw", "builtin:digits"], "missing option '--output' / '-o'; atlas draw -h"),
     ],
 )
 def test_a_bad_command_line(call, arguments: list[str], message: str):
