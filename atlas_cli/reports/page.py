@@ -227,8 +227,8 @@ def _comparison(runs: Sequence[Run], thumbnails: Thumbnails) -> str:
     """A row for every task of every run, if there are several."""
     if len(runs) < 2:
         return ""
-    columns = ["run", "task", "command", "scored on", "zero-shot", "learned"]
-    columns += ["test, zero-shot", "test", "vectors", "coefficients", "steps", "last loss"]
+    columns = ["run", "task", "test, zero-shot", "test", "scored on", "zero-shot", "learned"]
+    columns += ["command", "vectors", "coefficients", "steps", "last loss"]
     rows = [[*task, *_size(run)] for run in runs for task in _tasks(run)]
     table = markup.table(columns, rows, "runs")
     return markup.section("Runs", table, differences(runs, thumbnails))
@@ -244,7 +244,7 @@ def _tasks(run: Run) -> Iterator[list[Cell]]:
         test = next((one for one in run.tests if one["task"] == name), None)
         tested = [percentage(test[key]) if test else None for key in ("zero_shot", "learned")]
         on = run.scores.on if run.scores and pair else ""
-        yield [run.name, name, run.command, on, *(pair or (None, None)), *tested]
+        yield [run.name, name, *tested, on, *(pair or (None, None)), run.command]
 
 
 def _size(run: Run) -> list[Cell]:

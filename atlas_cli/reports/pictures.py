@@ -63,9 +63,12 @@ class _Shown:
 
 
 def gallery(title: str, shown: Sequence[_Shown], thumbnails: Thumbnails) -> str:
-    """Some pictures with their captions, and how many there are in all."""
-    found = []
-    for one in shown[:_MOST]:
+    """Some pictures with their captions, and how many there are in all.
+
+    Images come by class, so that some from the whole list are of more classes than the first.
+    """
+    count, found = min(len(shown), _MOST), []
+    for one in (shown[number * len(shown) // count] for number in range(count)):
         if uri := thumbnails.of(one.row):
             found.append(markup.picture(uri, one.caption, one.row.image))
     if not shown:
