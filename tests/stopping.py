@@ -1,11 +1,14 @@
-"""Runs that are killed and go on."""
+"""Runs that are killed and go on, and disks that are full."""
 
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from warm import start
@@ -42,3 +45,14 @@ def kill_and_resume(given: list[str], folder: Path, times: int) -> list[str]:
         else:
             killed += 1
     return given
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond a size; as on a disk that is full."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)

@@ -205,6 +205,8 @@ def _of_system(problem: BaseException) -> str | None:
         return said
     if "home directory" in said:  # of a user that is not there
         return "a path begins with ~, but the home folder is not known; write it out"
+    if "Too many open files" in said:  # as torch says it of worker processes
+        return "the system: Too many open files; ulimit -n says how many may be open"
     no_thread = "can't start new thread" in said
     return _NO_MEMORY if no_thread or is_out_of_memory(problem) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import warnings
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -122,11 +123,11 @@ def write_classifier(
     """Write a classifier in every format, with its labels, its preprocessing and how to call it."""
     check_formats(formats)
     module, view = classifier_of(clip, head), view_of(clip.preprocess)
-    images = torch.rand(2, 3, view.size, view.size)
+    images = torch.zeros(2, 3, view.size, view.size)  # they become part of the file
     with whole_folder(folder) as target:
         program = _program(module, images)
         if "torch" in formats:
-            torch.export.save(program, target / _FILES["torch"])
+            _write_torch(program, target / _FILES["torch"])
         if "onnx" in formats:
             _write_onnx(program, target / _FILES["onnx"])
         labels = json.dumps(list(classes), ensure_ascii=False, indent=1) + "\n"
@@ -152,6 +153,39 @@ def _program(module: ImageClassifier, images: torch.Tensor) -> torch.export.Expo
     shapes = {"images": {0: torch.export.Dim("count", min=1)}}
     with _quiet(), torch.no_grad():
         return torch.export.export(module, (images,), dynamic_shapes=shapes)
+
+
+class _Remembering(io.RawIOBase):
+    """A file whose writer in C++ ends the process where a disk is full: it hears of it later."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.problem: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, place: int, whence: int = 0, /) -> int:
+        return place  # torch goes back to the start when all is written
+
+    def write(self, data: Any, /) -> int:
+        try:
+            if self.problem is None:
+                self._file.write(data)
+        except OSError as problem:
+            self.problem = problem
+        return len(data)
+
+
+def _write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
+    with path.open("wb") as file:
+        remembering = _Remembering(file)
+        torch.export.save(program, remembering)  # type: ignore[arg-type]
+    if remembering.problem:
+        raise remembering.problem
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:

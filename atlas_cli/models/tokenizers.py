@@ -9,7 +9,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,20 @@ def _declared(folder: Path) -> dict[str, dict[str, Any]]:
     if not (folder / SETTINGS).is_file():
         return {}
     listed: Any = read_object(folder / SETTINGS).get("added_tokens_decoder") or {}
-    return {
-        str(one["content"]): {"id": int(number), **{k: one[k] for k in one if k in _FLAGS}}
-        for number, one in sorted(listed.items(), key=lambda item: int(item[0]))
-    }
+    with _of_tokens(folder / SETTINGS):
+        return {
+            str(one["content"]): {"id": int(number), **{k: one[k] for k in one if k in _FLAGS}}
+            for number, one in sorted(listed.items(), key=lambda item: int(item[0]))
+        }
+
+
+@contextmanager
+def _of_tokens(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for a file whose lists of tokens are none."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path}: lists tokens as no tokenizer does") from problem
 
 
 def differing(folders: Mapping[str, Path], first: str) -> list[str]:
@@ -94,7 +105,7 @@ def differing(folders: Mapping[str, Path], first: str) -> list[str]:
     for who, folder in folders.items():
         if not has_tokenizer(folder) or (folder / FILE).read_bytes() == text:
             continue
-        ours, theirs = (_ids(read_object(one / FILE)) for one in (folders[first], folder))
+        ours, theirs = (_ids(one / FILE) for one in (folders[first], folder))
         moved = [token for token in ours if theirs.get(token, ours[token]) != ours[token]]
         if moved:
             lines.append(
@@ -105,14 +116,15 @@ def differing(folders: Mapping[str, Path], first: str) -> list[str]:
     return lines
 
 
-def _ids(raw: Mapping[str, Any]) -> dict[str, int]:
+def _ids(path: Path) -> dict[str, int]:
     """The ids of tokens in a tokenizer.json, read without the library."""
-    model: Any = raw.get("model") or {}
-    words = model.get("vocab") or {}
-    if isinstance(words, list):  # with their scores
-        words = {str(word[0]): number for number, word in enumerate(words)}
-    added: Any = raw.get("added_tokens") or []
-    return {**words, **{str(one["content"]): int(one["id"]) for one in added}}
+    raw: Any = read_object(path)
+    with _of_tokens(path):
+        words = (raw.get("model") or {}).get("vocab") or {}
+        if isinstance(words, list):  # with their scores
+            words = {str(word[0]): number for number, word in enumerate(words)}
+        added = raw.get("added_tokens") or []
+        return {**words, **{str(one["content"]): int(one["id"]) for one in added}}
 
 
 # Changing -------------------------------------------------------------------------------------
@@ -215,11 +227,15 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def read_template(folder: Path) -> str:
     """The chat template of the tokenizer in a folder; empty if it has none."""
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text("utf-8")
+        try:
+            return (folder / TEMPLATE).read_text("utf-8")
+        except UnicodeError as problem:
+            raise CheckpointError(f"{folder / TEMPLATE}: is no UTF-8 text") from problem
     settings = read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, each with its name
-        found = next((one["template"] for one in found if one.get("name") == "default"), None)
+        named = (one for one in found if isinstance(one, dict) and one.get("name") == "default")
+        found = next((one.get("template") for one in named), None)
     return found if isinstance(found, str) else ""
 
 

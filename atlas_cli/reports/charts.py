@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "legend": {"labelFontSize": 11, "titleFontSize": 11, "orient": "bottom", "offset": 4},
     "range": {"category": {"scheme": "tableau10"}},
 }
-_DESCRIPTORS = 8  # that vl-convert takes; where there are fewer, it panics all over stderr
+_DESCRIPTORS = 16  # vl-convert takes up to 12; where there are fewer, it panics all over stderr
 
 
 def renderer() -> Any:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from atlas_cli.errors import AtlasError, UnreachableError, UsageError
 from atlas_cli.io.files import (
@@ -74,12 +75,12 @@ def ask(repository: str, revision: str | None) -> Snapshot:
         raise _explained(problem, repository, revision) from problem
     except Exception as problem:  # the client trusts what the Hub answers
         raise _strange(problem, repository) from problem
-    files = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+    files: list[Any] = [sibling.rfilename for sibling in info.siblings or ()]
     if strange := [name for name in files if not is_plain(name)]:
         raise UnreachableError(f"{repository}: lists a file outside its folder: {strange[0]}")
     if not files:
         raise UnreachableError(f"{repository}: is an empty repository")
-    return Snapshot(repository, str(info.sha), files)
+    return Snapshot(repository, str(info.sha), tuple(sorted(files)))
 
 
 def ask_licence(repository: str) -> str | None:

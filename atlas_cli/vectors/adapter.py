@@ -34,6 +34,7 @@ from atlas_cli.models.module_kinds import (
 from atlas_cli.models.saving import whole_folder
 from atlas_cli.sources.locate import Source
 from atlas_cli.vectors.differences import Choice, problems_between
+from atlas_cli.vectors.writer import check_fits
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -203,7 +204,9 @@ def _add_factors(
             down.reshape(rank, *shape[1:]),
         )
     for letter, factor in (("A", down), ("B", up)):
-        made.tensors[factor_name(module, letter, kind)] = factor.to(dtype).contiguous()
+        kept = factor.to(dtype).contiguous()
+        check_fits(float(kept.abs().max()), f"{module}.weight", form.dtype)
+        made.tensors[factor_name(module, letter, kind)] = kept
     made.ranks[module] = rank
     return lost
 

@@ -28,7 +28,14 @@ from atlas_cli.vectors.bases import Base, open_base
 from atlas_cli.vectors.differences import Choice, Difference, open_difference
 from atlas_cli.vectors.format import BlockInfo, Header, natural, read_packed, to_metadata
 from atlas_cli.vectors.targets import RTVQ, ExtractRequest, VectorTarget, is_integer
-from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, rounded, shortened, stored_tensors
+from atlas_cli.vectors.writer import (
+    LONGEST_NUMBER,
+    room_for,
+    rounded,
+    shortened,
+    stored,
+    stored_tensors,
+)
 
 
 def block_order(base: Base) -> list[str]:
@@ -313,12 +320,7 @@ def _encoded(info: BlockInfo, exact: Block | None, form: Form) -> tuple[Block | 
     values = storage.decode(exact) if exact is not None else torch.zeros(1)
     if exact is None or (norm := _finite(info.name, storage.norm(values))) == 0:
         return None, info
-    block = storage.encode(exact, form, info.name)
-    error = storage.relative_error(values, block)
-    if not math.isfinite(error):
-        raise AtlasError(
-            f"{info.name}: changes too much for {form.dtype}; use --dtype bf16 or fp32"
-        )
+    block, error = stored(exact, values, form, info.name)
     starts = tuple(part.start for part in block.parts) if isinstance(block, Factors) else ()
     kept = storage.storage_of(block)
     return block, dataclasses.replace(info, storage=kept, norm=norm, error=error, starts=starts)

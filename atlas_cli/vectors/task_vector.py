@@ -32,7 +32,7 @@ from atlas_cli.vectors.targets import (
     is_integer,
     plain_dtype,
 )
-from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, shortened, stored_tensors
+from atlas_cli.vectors.writer import LONGEST_NUMBER, room_for, shortened, stored, stored_tensors
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,11 +206,10 @@ def _write(vector: TaskVector, file: BinaryIO, name: str, form: Form) -> None:
         if not norm:
             continue
         whole = is_integer(form.dtype) and isinstance(exact, Factors)  # factors have no such form
-        block = storage.encode(Dense(values) if whole else exact, form)
+        block, error = stored(Dense(values) if whole else exact, values, form, info.name)
         for key, tensor in stored_tensors(info.name, block).items():
             stream.add(key, tensor)
         starts = tuple(part.start for part in block.parts) if isinstance(block, Factors) else ()
-        error = storage.relative_error(values, block)
         word = storage.storage_of(block)
         kept.append(replace(info, storage=word, norm=norm, error=error, starts=starts))
     if not kept:

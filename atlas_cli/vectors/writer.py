@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from atlas_cli.core import storage
 from atlas_cli.core.packed import Packed, Residual
-from atlas_cli.core.storage import Block, Dense, Factors, Quantised
+from atlas_cli.core.storage import Block, Dense, Factors, Form, Quantised
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.vectors.format import BlockInfo, Header, to_metadata
@@ -49,6 +51,23 @@ def shortened(info: BlockInfo) -> BlockInfo:
 def rounded(number: float) -> float:
     """Seven digits: more are noise, and would take more room than was left."""
     return float(f"{number:.6e}")
+
+
+def stored(exact: Block, values: torch.Tensor, form: Form, name: str) -> tuple[Block, float]:
+    """A block, whose values are decoded already, in the form that is kept, and the error of that.
+
+    Raises AtlasError if a value is too large for the form.
+    """
+    block = storage.encode(exact, form, name)
+    error = storage.relative_error(values, block)
+    check_fits(error, name, form.dtype)
+    return block, error
+
+
+def check_fits(measure: float, name: str, dtype: str) -> None:
+    """Raise AtlasError unless a measure of what is kept, which overflow spoils, is finite."""
+    if not math.isfinite(measure):
+        raise AtlasError(f"{name}: changes too much for {dtype}; use --dtype bf16 or fp32")
 
 
 def stored_tensors(name: str, block: Block) -> dict[str, torch.Tensor]:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import io
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from conftest import write_images
 from refusals import check_commands
+from stopping import largest_file
 
 TINY = ("--model", "builtin:tiny", "--vectors", "builtin:letters")
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond a size; as on a disk that is full."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_options_that_contradict_each_other_or_name_nothing(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from learned_runs import learn, write_world
+from stopping import largest_file
 
 from atlas_cli.cli.app import main
 from atlas_cli.datasets.dataset import open_dataset
@@ -111,6 +112,26 @@ def test_without_a_head_the_classes_are_those_of_the_run_or_of_data(world, tmp_p
     assert "README.md" in told["files"]
     assert call("export", world / "base", "--classifier", "-o", tmp_path / "y") == 2
     assert "no head was learned; name the classes with --data DATA" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_classifier_is_the_same_bytes_every_time_and_without_room_one_line(
+    world, tmp_path, capsys
+):
+    def export(name: str) -> int:
+        more = ("--data", world / "photos", "--format", "torch", "-o", tmp_path / name)
+        return call("export", world / "base", "--classifier", *more)
+
+    assert (export("a"), export("b")) == (0, 0)
+    first, second = (tmp_path / name / "classifier.pt2" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    capsys.readouterr()
+    with largest_file(first.stat().st_size // 2):
+        assert export("c") == 1
+    assert capsys.readouterr().err == (
+        f"atlas: error: {tmp_path / 'c'}: cannot be written: File too large\n"
+    )
+    assert not list(tmp_path.glob("*c*"))
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path, capsys):

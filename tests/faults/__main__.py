@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--first", type=int, help="seed of the first fault, with --only")
+    parser.add_argument("--skip", type=int, default=0, help="faults that an earlier run has tried")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--place", type=Path, help="keeps inputs and usual results for the next")
     parser.add_argument("--log", type=Path, help="a JSON line for every fault")
@@ -113,7 +114,7 @@ def main() -> int:
             shutil.rmtree(own, ignore_errors=True)
 
         with ThreadPoolExecutor(given.jobs) as pool:
-            list(pool.map(do, enumerate(work)))
+            list(pool.map(do, list(enumerate(work))[given.skip :]))
         print(table(outcomes))
         print(f"\nSeed {given.seed}, {time.monotonic() - start:.0f} s, {given.jobs} at a time.")
     return 0 if all(outcome.survived for outcome in outcomes) else 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TINY = ("--model", "builtin:tiny", "--vectors", "builtin:letters", "builtin:signs")
+FEW = ("--split", "train", "--shots", "2")
 SHORT = ("--epochs", "2", "--min-steps", "2", "--batch-size", "4", "--threads", "1")
 
 
@@ -73,27 +74,22 @@ COMMANDS = (
     Command(
         "negate",
         (
-            "negate",
-            "builtin:letters",
-            "--control",
-            "builtin:digits",
-            "--shots",
-            "1",
-            "--model",
-            "builtin:tiny",
-            "--vectors",
-            "builtin:letters",
-            "--epochs",
-            "2",
-            "--min-steps",
-            "3",
-            "--select",
-            "last",
-            "-o",
-            "out",
+            *(
+                "negate",
+                "letters",
+                "--control",
+                "digits",
+                "--shots",
+                "1",
+                "--model",
+                "builtin:tiny",
+            ),
+            *("--vectors", "builtin:letters", "--epochs", "1", "--min-steps", "3"),
+            *("--keep", "0.1", "--select", "last", "--threads", "1", "-o", "out"),
         ),
         "out",
         ("--resume",),
+        ("letters", "digits"),
     ),
     Command(
         "tta", ("tta", "photos", *TINY, *SHORT, "-o", "out"), "out", ("--resume",), ("photos",)
@@ -116,7 +112,19 @@ COMMANDS = (
         ("--resume",),
         ("photos",),
     ),
-    Command("draw", ("draw", "builtin:digits", "-o", "out", "--shots", "2"), "out"),
+    Command("draw", ("draw", "builtin:digits", "-o", "out", *FEW), "out"),
+    Command(
+        "export",
+        ("export", "run", "--classifier", "--format", "torch", "--data", "photos", "-o", "out"),
+        "out",
+        (),
+        ("run", "photos"),
+    ),
+    Command(
+        "push", ("push", "run", "owner/name", "--license", "mit", "--dry-run"), inputs=("run",)
+    ),
+    Command("data", ("data", "photos", "--json"), inputs=("photos",)),
+    Command("zoo", ("zoo", "--json")),
     Command("report", ("report", "run", "-o", "out.html"), "out.html", (), ("run",)),
 )
 
@@ -138,6 +146,7 @@ def write_inputs(folder: Path) -> None:
     write_images(folder / "photos", count=4)
     write_images(folder / "more", ("owl", "fox"), count=4, seed=1)
     for given in (
+        *(("draw", f"builtin:{one}", "-o", one, *FEW) for one in ("letters", "digits")),
         ("extract", "builtin:tiny", "builtin:tiny", "-o", "v.safetensors", "--scale", "1"),
         ("fit", "photos", *TINY, *SHORT, "-o", "run"),
     ):

@@ -18,7 +18,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,123 @@ def evaluation(content: bytes, folder: Path) -> Any:
     from atlas_cli.merging.model_card import read_evaluation
 
     return read_evaluation(content.decode("utf-8", "replace"), "result")
+
+
+WORDS = {
+    "version": "1.0",
+    "model": {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": [["a", "b"]],
+        "unk_token": None,
+    },
+    "added_tokens": [{"id": 3, "content": "<s>", "special": True, "lstrip": False}],
+}
+SETTINGS = {
+    "added_tokens_decoder": {"3": {"content": "<s>"}, "4": {"content": "<x>", "special": True}},
+    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+}
+
+
+@target(lambda: [json.dumps(one).encode() for one in (WORDS, SETTINGS)])
+def tokenizer(content: bytes, folder: Path) -> Any:
+    """Either of its files is mutated, and the other one is sound."""
+    from atlas_cli.errors import AtlasError
+    from atlas_cli.models.tokenizers import read_template, read_tokenizer, with_tokens
+
+    found = []
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for other in ("tokenizer.json", "tokenizer_config.json"):
+            sound = WORDS if other == "tokenizer.json" else SETTINGS
+            (folder / other).write_text(json.dumps(sound))
+        (folder / name).write_bytes(content)
+        for read in (
+            lambda: with_tokens(read_tokenizer(folder, "here"), {"new": {"content": "new"}}),
+            lambda: read_template(folder),
+        ):
+            try:
+                found.append(read())
+            except AtlasError as problem:
+                found.append(problem)
+    return found
+
+
+ANSWER = {
+    "id": "a/b",
+    "sha": "0" * 40,
+    "siblings": [{"rfilename": "config.json"}, {"rfilename": "model.safetensors", "size": 8}],
+    "cardData": {"license": "mit", "base_model": "c/d"},
+    "tags": ["clip"],
+    "private": False,
+}
+COLLECTION = {
+    "slug": "a/b-1",
+    "title": "b",
+    "owner": {"name": "a"},
+    "items": [{"_id": "1", "type": "model", "id": "a/b", "position": 0}],
+}
+
+
+@target(lambda: [json.dumps(one).encode() for one in (ANSWER, COLLECTION)])
+def hub_answer(content: bytes, folder: Path) -> Any:
+    """What the Hub says of a model or a collection; the client gets it without a network."""
+    from unittest.mock import patch
+
+    from huggingface_hub import constants
+
+    from atlas_cli.errors import AtlasError
+    from atlas_cli.sources import hub
+
+    found: list[Any] = [hub]
+    with patch.object(constants, "HF_HUB_OFFLINE", False), _answered(content):
+        for ask in (lambda: hub.ask("a/b", None), lambda: hub.ask_collection("a/b-1")):
+            try:
+                found.append(ask())
+            except AtlasError as problem:
+                found.append(problem)
+        found.append(hub.ask_licence("a/b"))
+    return found
+
+
+@contextmanager
+def _answered(content: bytes) -> Iterator[None]:
+    """Whatever the client of the Hub asks for, this is the answer."""
+    import huggingface_hub
+
+    if not hasattr(huggingface_hub, "set_client_factory"):  # a client that stands on requests
+        import requests
+
+        class Answering(requests.adapters.BaseAdapter):
+            def send(self, request: Any, **more: Any) -> requests.Response:
+                made = requests.Response()
+                made.status_code, made.raw, made.url = 200, io.BytesIO(content), request.url
+                made.request = request
+                return made
+
+            def close(self) -> None:
+                pass
+
+        def session() -> requests.Session:
+            made = requests.Session()
+            made.mount("https://", Answering())
+            return made
+
+        huggingface_hub.configure_http_backend(session)
+        try:
+            yield
+        finally:
+            huggingface_hub.configure_http_backend()
+        return
+    from huggingface_hub.utils import _http
+
+    http = getattr(_http, "httpx2", None) or _http.httpx
+    default_client_factory = _http.default_client_factory
+    transport = http.MockTransport(lambda request: http.Response(200, content=content))
+    huggingface_hub.set_client_factory(lambda: http.Client(transport=transport))
+    try:
+        yield
+    finally:
+        huggingface_hub.set_client_factory(default_client_factory)
 
 
 # Mutations ------------------------------------------------------------------------------------

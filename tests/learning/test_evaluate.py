@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HALF, write_images, write_open_clip
+import warm
+from conftest import HALF, TIMEOUT, write_images, write_open_clip
 from mergekit_cases import fixture
 from PIL import Image
 
@@ -203,3 +204,18 @@ def test_batches_shrink_when_memory_ends(tmp_path: Path, run):
     large = run(*arguments, "1000", before=limit, cold=True)
     assert large.code == 0, large.err
     assert rows(large.out)[0]["top1"] == rows(small.out)[0]["top1"]
+
+
+def test_workers_for_which_too_few_files_can_be_opened_are_one_line(tmp_path: Path):
+    photos, codes = write_images(tmp_path / "photos", count=4), set()
+    for most in (12, 15):
+        process = warm.start(
+            *("eval", "builtin:tiny", "--data", photos, "--workers", "2", "-q"),
+            preexec_fn=lambda most=most: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)),
+        )
+        _, err = process.communicate(timeout=TIMEOUT)
+        codes.add(process.returncode)
+        if process.returncode:
+            assert (process.returncode, len(err.splitlines())) == (1, 1), err
+            assert "oo many open files" in err
+    assert 1 in codes

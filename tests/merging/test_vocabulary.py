@@ -11,9 +11,10 @@ import torch
 from language_models import write_tokenizer
 from merge_runs import CONFIG, ROOMY, linear, llama, read_model, write_model
 
+from atlas_cli.errors import CheckpointError
 from atlas_cli.io.tensors import LazyTensor
 from atlas_cli.merging.vocabulary import Vocabulary, align
-from atlas_cli.models.tokenizers import Tokenizer, read_tokenizer
+from atlas_cli.models.tokenizers import Tokenizer, read_template, read_tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 START, END = "<|im_start|>", "<|im_end|>"
@@ -144,8 +145,21 @@ def test_what_cannot_be_aligned_is_refused(refused, tmp_path: Path):
     tokens["_tok_4"]["force"] = True
     said = refused(linear(1, 1, tokenizer={"source": "base", "tokens": tokens}))
     assert "tokenizer.tokens._tok_4: ./m2 has no token 'nowhere'" in said
+    settings = tmp_path / "m2" / "tokenizer_config.json"
+    settings.write_text('{"added_tokens_decoder": {"4": ["<x>"]}}')
+    assert "lists tokens as no tokenizer does" in refused(linear(1, 1, tokenizer_source="union"))
+    settings.unlink()
     (tmp_path / "m1" / "tokenizer.json").unlink()
     assert "./m1: has no tokenizer.json" in refused(linear(1, 1, tokenizer_source="base"))
+
+
+def test_chat_templates_that_are_none_are_named_or_left_out(tmp_path: Path):
+    settings = {"chat_template": [3, {"name": "other", "template": "x"}, {"name": "default"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert read_template(tmp_path) == ""
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is no UTF-8 text"):
+        read_template(tmp_path)
 
 
 def test_a_large_table_is_read_in_parts_that_are_the_whole():

@@ -119,9 +119,12 @@ def test_without_the_extra_one_line_says_what_to_install(vectors: list[Path], tm
     assert after
 
 
-def test_too_few_descriptors_for_charts_are_one_line(vectors: list[Path], tmp_path: Path):
+@pytest.mark.parametrize("most", [8, 13])
+def test_too_few_descriptors_for_charts_are_one_line(
+    vectors: list[Path], tmp_path: Path, most: int
+):
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     arguments = ("inspect", vectors[0], "--plot", tmp_path / "x.svg")
     process = warm.start(*arguments, preexec_fn=limit)

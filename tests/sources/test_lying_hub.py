@@ -72,6 +72,7 @@ LISTINGS = {
     listing(): "o/n: is an empty repository",
     listing("../../x"): "o/n: lists a file outside its folder: ../../x",
     listing("a\x1b[2J"): "o/n: lists a file outside its folder",
+    b'{"id": "o/n", "siblings": [{"rfilename": "a"}, {"rfilename": []}]}': "outside its folder: []",
 }
 
 

@@ -101,6 +101,18 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_values_too_large_for_a_dtype_are_named_and_nothing_is_saved(tmp_path: Path):
+    with pytest.raises(AtlasError, match=rf"{BLOCK}: changes too much for fp16; use --dtype bf16"):
+        only(1e8 * DIGITS, BLOCK).save(tmp_path / "x.safetensors", dtype="fp16")
+    assert not list(tmp_path.iterdir())
+
+
+def only(vector: TaskVector, name: str) -> TaskVector:
+    """A vector without its other blocks."""
+    kept = tuple(info for info in vector.header.blocks if info.name == name)
+    return replace(vector, header=replace(vector.header, blocks=kept))
+
+
 def test_a_low_rank_vector_stays_so_when_it_is_scaled(tmp_path: Path, call):
     path = tmp_path / "low.safetensors"
     done = call("extract", "builtin:tiny", "builtin:digits", "-o", path, "--rank", "2")

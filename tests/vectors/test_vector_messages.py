@@ -41,6 +41,9 @@ def test_adapters_that_cannot_be_extracted(call, tmp_path: Path):
     broken["lm_head.weight"] = torch.full((20, 8), torch.nan)
     write_model(tmp_path / "wide", wide)
     write_model(tmp_path / "broken", broken)
+    large = llama(1)
+    large["lm_head.weight"] *= 1e15
+    write_model(tmp_path / "large", large)
     (tmp_path / "file").touch()
 
     def made(*models: str, to: str = "out") -> tuple[str, ...]:
@@ -50,6 +53,10 @@ def test_adapters_that_cannot_be_extracted(call, tmp_path: Path):
         "./a: an adapter is extracted from whole models, not from LoRA": made("./a"),
         "./wide: does not fit the base model: lm_head.weight has shape": made("./wide"),
         "./broken: lm_head.weight holds values that are not finite (NaN or Inf)": made("./broken"),
+        "lm_head.weight: changes too much for fp16; use --dtype bf16 or fp32": (
+            *made("./large"),
+            *("--dtype", "fp16"),
+        ),
         "none: no such folder": made("./m2", to="none/out"),
         "file: is a file; an adapter is a folder": made("./m2", to="file"),
     }
