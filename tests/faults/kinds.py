@@ -230,8 +230,9 @@ def damaged_left_overs(dice: random.Random, seconds: float) -> Fault:
         _wait(process, dice.choice((0.0, 0.0, 0.01, 0.2)))
         process.kill()
         process.communicate()
-        for path in (folder / "out").glob(".*.part"):  # as if it had been killed an hour ago
-            os.utime(path, (time.time() - 3600,) * 2)
+        for path in folder.rglob(".*.part"):  # as if it had been killed an hour ago
+            if not path.is_symlink():
+                os.utime(path, (time.time() - 3600,) * 2)
         left = [
             p
             for p in folder.rglob("*")
