@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "registry": (set(), set()),
     "parallel": (set(), {"torch"}),
     "recipes": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "io": (set(), {"blake3", "torch", "numpy", "safetensors"}),
+    "io": (set(), {"blake3", "torch", "numpy", "safetensors", "xxhash"}),
     "sources": ({"io", "recipes"}, {"huggingface_hub"}),
     "native": ({"io"}, {"torch"}),
     "core": ({"native"}, {"torch", "numpy", "regex"}),

@@ -15,11 +15,9 @@ from pathlib import Path
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import OPEN
+from atlas_cli.io.journal import JOURNAL, MARK, Piece, intact, read_pieces
 from atlas_cli.io.staging import (
-    JOURNAL,
-    MARK,
     MODEL,
-    Piece,
     StagingFolder,
     check_staging,
     claim,
@@ -52,9 +50,10 @@ class SliceFolder(StagingFolder):
             _check_head(target, identity, count)
             self._journal = os.open(self._home / _name(number, count), OPEN | os.O_APPEND, 0o666)
             claim(self._journal, target, f"slice {number}/{count} of ")
-            self.done, end = read_pieces(self._home / _name(number, count))
+            pieces, end, _ = read_pieces(self._home / _name(number, count))
             os.ftruncate(self._journal, end)  # a line may be cut short
             self._open(files)
+            self.done = intact(self.folder, pieces, files)
         except BaseException:
             self.close()
             raise
@@ -103,7 +102,8 @@ class SlicedFolder(SliceFolder):
             _check_head(target, identity, self.count)
             self.done: set[Piece] = set()
             for number in range(1, self.count + 1):
-                self.done |= read_pieces(self._home / _name(number, self.count))[0]
+                pieces, _, _ = read_pieces(self._home / _name(number, self.count))
+                self.done |= intact(self.folder, pieces, files)
         except BaseException:
             self.close()
             raise
@@ -149,14 +149,3 @@ def _check_head(target: Path, identity: str, count: int) -> None:
             f"{target}: slices of another recipe, of other inputs or on another kind of device are "
             f"there; go on with those, or remove {home}"
         )
-
-
-def read_pieces(journal: Path) -> tuple[set[Piece], int]:
-    """The pieces in the journal of a slice, and the bytes of its whole lines; none without it."""
-    try:
-        text = journal.read_bytes()
-    except FileNotFoundError:
-        return set(), 0
-    whole = text[: text.rfind(b"\n") + 1]
-    found = (re.fullmatch(rb"(\d{1,9}) (\d{1,9})", line) for line in whole.split(b"\n"))
-    return {(int(piece[1]), int(piece[2])) for piece in found if piece}, len(whole)

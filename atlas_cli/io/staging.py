@@ -17,20 +17,18 @@ from pathlib import Path
 
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.files import OPEN, STALE, hold, sweep_files
+from atlas_cli.io.journal import JOURNAL, MARK, Piece, Written, intact, read_pieces
 
 try:
     import fcntl
 except ImportError:  # Windows has no flock: two merges into one folder go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
-JOURNAL, MODEL, _REPLACED = "journal", "model", "replaced"
+MODEL, _REPLACED = "model", "replaced"
 _PART, _OLD = ".part", ".old"  # how names of temporary folders end, and of those they replace
 _DISCARDED = re.compile(r"\.atlas-\d+-\d+\.part$")  # the names that `_renamed` gives
 _TEMPORARY = re.compile(r"\..+\.atlas-[^.]+\.part")
-MARK = "atlas merge "  # how a journal begins
 _WRITTEN = 1 << 16  # bytes at a time; for more, Linux takes large pages, which may be slow to come
-
-Piece = tuple[int, int]  # the number of an output, and of a piece of it
 
 
 @contextmanager
@@ -151,8 +149,9 @@ class StagingFolder:
 
     It holds the journal, the model as far as it is written, and while names are exchanged the
     folder that is replaced. A piece is in the journal once its bytes are in its file. Made again
-    for the same work, it goes on from there; for any other work it starts anew. What atlas did not
-    write is never removed, and links are not followed.
+    for the same work, it goes on from there with the pieces whose bytes are still what they were;
+    for any other work it starts anew. What atlas did not write is never removed, and links are not
+    followed.
     """
 
     def __init__(self, target: Path, identity: str, files: Mapping[str, int]) -> None:
@@ -180,14 +179,14 @@ class StagingFolder:
 
     def _resume(self, identity: str, files: Mapping[str, int]) -> set[Piece]:
         """The pieces that an earlier run of the same work finished; else an empty folder."""
-        first, *lines = (self._home / JOURNAL).read_text("utf-8", "replace").split("\n")
-        pieces = [re.fullmatch(r"(\d{1,9}) (\d{1,9})", line) for line in lines[:-1]]
+        first, end, _ = (self._home / JOURNAL).read_bytes().partition(b"\n")
         here = all(_is_file(self.folder / name, length) for name, length in files.items())
-        if lines and first == MARK + identity and here and all(pieces):
-            # Companion files are written last, and anew: one may have been cut short.
-            remove_all_but(self.folder, files)
-            # The last line may be cut short: it is no piece.
-            return {(int(found[1]), int(found[2])) for found in pieces if found}
+        if end and first == (MARK + identity).encode() and here:
+            pieces, _, sound = read_pieces(self._home / JOURNAL, skipped=1)
+            if sound:
+                # Companion files are written last, and anew: one may have been cut short.
+                remove_all_but(self.folder, files)
+                return intact(self.folder, pieces, files)
         remove_all_but(self._home, [JOURNAL])
         self.folder.mkdir()
         os.ftruncate(self._journal, 0)
@@ -205,10 +204,11 @@ class StagingFolder:
             while len(content):
                 content = content[os.write(self._files[file], content[:_WRITTEN]) :]
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: Piece, written: Written) -> None:
         """Say that a piece is in its file."""
+        place = f"{written.offset} {written.length} {written.digest} {written.file}"
         with self._lock:
-            os.write(self._journal, f"{piece[0]} {piece[1]}\n".encode())
+            os.write(self._journal, f"{piece[0]} {piece[1]} {place}\n".encode())
 
     def close(self) -> None:
         """Let go of the files, and leave them for another run."""

@@ -17,6 +17,7 @@ import torch
 from atlas_cli.errors import AtlasError, UsageError
 from atlas_cli.io.checkpoint import header_text
 from atlas_cli.io.files import write_text
+from atlas_cli.io.journal import Digest, Written
 from atlas_cli.io.staging import StagingFolder, check_space
 from atlas_cli.merging.adapters import CONFIG, are_adapters
 from atlas_cli.merging.inputs import open_adapters, open_models
@@ -284,6 +285,11 @@ class _Job:
         width = self.output.dtype.itemsize
         return (self.spans[-1][1] - self.spans[0][0]) * width if self.spans else 0
 
+    @property
+    def offset(self) -> int:
+        """Where it begins in the tensors of its file."""
+        return self.output.start + self.spans[0][0] * self.output.dtype.itemsize
+
 
 def run(
     plan: Plan,
@@ -337,19 +343,22 @@ def _do(
     start: int,
     limits: Limits,
 ) -> None:
-    output, finite = job.output, not limits.allow_nonfinite
+    output, finite, written = job.output, not limits.allow_nonfinite, 0
     with budget.take(producer.need(output)):
-        statistics = job.statistics.by(producer)
+        statistics, digest = job.statistics.by(producer), Digest()
         for span in job.spans:
             values = producer.make(output, span, statistics)
             if finite and not is_finite(values):
                 producer.check_inputs(output, span)  # to name the one that is at fault
                 check_finite(values, output.name, "the merged model")
-            offset = start + output.start + span[0] * output.dtype.itemsize
-            staging.write(output.file, offset, _bytes_of(values))
-            del values
+            content = _bytes_of(values)
+            digest.update(content)
+            staging.write(output.file, start + job.offset + written, content)
+            written += len(content)
+            del values, content
     if job.spans:
-        staging.note((output.number, job.number))
+        place = Written(output.file, start + job.offset, written, digest.hexdigest())
+        staging.note((output.number, job.number), place)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_cli.errors import AtlasError, UsageError
+from atlas_cli.io.journal import Piece
 from atlas_cli.io.slices import SlicedFolder, SliceFolder
-from atlas_cli.io.staging import Piece, check_space
+from atlas_cli.io.staging import check_space
 from atlas_cli.merging.execute import complete, run
 from atlas_cli.merging.merge import (
     BytesWritten,

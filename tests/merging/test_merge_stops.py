@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 import warm
+import xxhash
 from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
+from atlas_cli.io.journal import Written
 from atlas_cli.io.staging import StagingFolder, check_space
 from atlas_cli.merging.merge import check_place, check_target
 
@@ -172,11 +174,16 @@ def test_an_interrupt_ends_with_130_and_leaves_what_is_needed_to_go_on(recipe: P
 FILES = {"w.safetensors": 64}
 
 
+def piece_at(offset: int, content: bytes) -> Written:
+    return Written("w.safetensors", offset, len(content), xxhash.xxh3_64_hexdigest(content))
+
+
 def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
     first = StagingFolder(tmp_path / "out", "same", FILES)
-    first.write("w.safetensors", 8, bytes([0, 0, 1, 0, 2, 0, 3, 0]))
-    first.note((0, 0))
-    first.note((3, 1))
+    content = bytes([0, 0, 1, 0, 2, 0, 3, 0])
+    first.write("w.safetensors", 8, content)
+    first.note((0, 0), piece_at(8, content))
+    first.note((3, 1), piece_at(10, content[2:4]))
     first.close()
     journal = tmp_path / ".out.part" / "journal"
     journal.write_text(journal.read_text() + "4 ")  # killed within a line
@@ -192,9 +199,25 @@ def test_the_same_work_goes_on_where_it_stopped(tmp_path: Path):
 @pytest.mark.parametrize(("identity", "files"), [("other", FILES), ("same", {"w.safetensors": 65})])
 def test_other_work_starts_anew(tmp_path: Path, identity: str, files: dict[str, int]):
     first = StagingFolder(tmp_path / "out", "same", FILES)
-    first.note((0, 0))
+    first.note((0, 0), piece_at(8, bytes(4)))
     first.close()
     assert StagingFolder(tmp_path / "out", identity, files).done == set()
+
+
+@pytest.mark.parametrize("place", [10, 12])
+def test_a_piece_that_changed_since_it_was_written_is_made_again(tmp_path: Path, place: int):
+    first = StagingFolder(tmp_path / "out", "same", FILES)
+    for start in (8, 10, 12):
+        first.write("w.safetensors", start, b"ab")
+        first.note((0, start), piece_at(start, b"ab"))
+    first.note((1, 0), piece_at(63, b"ab"))  # beyond the end
+    first.close()
+    weights = tmp_path / ".out.part" / "model" / "w.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[place] ^= 1
+    weights.write_bytes(content)
+    wanted = {(0, start) for start in (8, 10, 12)} - {(0, place)}
+    assert StagingFolder(tmp_path / "out", "same", FILES).done == wanted
 
 
 def test_a_system_without_file_locks_and_positioned_writes_merges_too(run_python, tmp_path: Path):

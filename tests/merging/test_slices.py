@@ -15,7 +15,7 @@ import warm
 from conftest import TIMEOUT
 from merge_runs import ROOMY, digests, linear, llama, write_model, write_recipe
 
-from atlas_cli.io.slices import read_pieces
+from atlas_cli.io.journal import Written, read_pieces
 
 TIES = {
     "merge_method": "ties",
@@ -98,9 +98,11 @@ def test_what_cannot_be_finished_is_one_line(call, recipe: Path, tmp_path: Path)
 
 def test_a_line_of_a_journal_that_was_cut_short_is_no_piece(tmp_path: Path):
     journal = tmp_path / "journal"
-    assert read_pieces(journal) == (set(), 0)
-    journal.write_bytes(b"3 0\nnonsense\n12 1\n4")
-    assert read_pieces(journal) == ({(3, 0), (12, 1)}, 18)
+    assert read_pieces(journal) == ({}, 0, True)
+    place = f"8 4 {'0' * 16} a b.safetensors"
+    journal.write_text(f"3 0 {place}\nnonsense\n12 1 {place}\n4 0 8 4")
+    wanted = Written("a b.safetensors", 8, 4, "0" * 16)
+    assert read_pieces(journal) == ({(3, 0): wanted, (12, 1): wanted}, 92, False)
 
 
 @pytest.mark.parametrize(
