@@ -16,7 +16,9 @@ from atlas_cli.cli.options import (
     Quiet,
     Seed,
     Shots,
+    SkipBroken,
     Split,
+    Workers,
 )
 
 if TYPE_CHECKING:
@@ -32,13 +34,16 @@ def draw(
     split: Split = None,
     data_root: DataRoot = None,
     download: Download = False,
+    workers: Workers = None,
+    skip_broken: SkipBroken = False,
     seed: Seed = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Write data as train/, val/ and test/ folders of PNG files, or one --split of it.
 
-    --shots is for training; validation and test stay whole.
+    --shots is for training; validation and test stay whole. --workers is for --skip-broken, which
+    looks at every image before any is written.
 
     \b
     Example:
@@ -46,8 +51,11 @@ def draw(
     """
     datasets = _open(data, split, shots, seed or 0)
 
+    from atlas_cli.datasets.broken import without_broken
     from atlas_cli.datasets.export import write_folder  # numpy is slow to import
 
+    if skip_broken:
+        datasets = [*without_broken(datasets, workers, console.warner(quiet=quiet))]
     with progress("drawing", sum(len(d.samples) for d in datasets), quiet=quiet) as advance:
         result = write_folder(datasets, folder, advance)
     console.emit(result, as_json=as_json)

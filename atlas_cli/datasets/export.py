@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atlas_cli.datasets.dataset import Dataset, load
+from atlas_cli.datasets.dataset import Dataset, Sample, load
 from atlas_cli.errors import AtlasError
 from atlas_cli.io.staging import temporary_folder
 
@@ -53,10 +53,24 @@ def write_folder(
 def _write_images(dataset: Dataset, folder: Path, advance: Callable[[int], None]) -> None:
     for name in dataset.classes:
         (folder / _folder_name(name)).mkdir(parents=True)
-    for sample in dataset.samples:
+    for sample, stem in zip(dataset.samples, _stems(dataset.samples), strict=True):
         name = dataset.classes[sample.label or 0]
-        load(dataset, sample).save(folder / _folder_name(name) / f"{Path(sample.key).stem}.png")
+        load(dataset, sample).save(folder / _folder_name(name) / f"{stem}.png")
         advance(1)
+
+
+def _stems(samples: Sequence[Sample]) -> Iterator[str]:
+    """The stem of every image's name; of equal ones in a class all but one get a number."""
+    given = {(sample.label, Path(sample.key).stem) for sample in samples}
+    used: set[tuple[int | None, str]] = set()
+    for sample in samples:
+        stem, number = Path(sample.key).stem, 1
+        found = (sample.label, stem)
+        while found in used or (number > 1 and found in given):
+            number += 1
+            found = (sample.label, f"{stem}-{number}")
+        used.add(found)
+        yield found[1]
 
 
 def _folder_name(class_name: str) -> str:

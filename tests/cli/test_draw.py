@@ -78,3 +78,32 @@ def test_a_folder_that_cannot_be_written_is_one_line(as_ordinary_user, tmp_path:
     result = as_ordinary_user("draw", "builtin:digits", "-o", locked / "digits", "--shots", "1")
     said = f"atlas: error: {locked}/digits: cannot be written: Permission denied\n"
     assert (result.code, result.out, result.err) == (1, "", said)
+
+
+def write_data(root: Path) -> Path:
+    """Four images of one class, of which three have names that differ in their endings only."""
+    (root / "cat").mkdir(parents=True)
+    for number, name in enumerate(("a.png", "a.jpg", "a.bmp", "a-2.png")):
+        Image.new("RGB", (8, 8), (80 * number,) * 3).save(root / "cat" / name)
+    return root
+
+
+def test_images_whose_names_differ_in_their_endings_are_all_written(call, tmp_path: Path):
+    result = call("draw", write_data(tmp_path / "data"), "-o", tmp_path / "out", "--json")
+    assert json.loads(result.out)["images"] == {"all": 4}
+    written = sorted((tmp_path / "out" / "cat").iterdir())
+    assert len({Image.open(path).getpixel((0, 0)) for path in written}) == len(written) == 4
+
+
+def test_a_broken_image_ends_drawing_or_is_left_out_and_counted(call, tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    (data / "cat" / "b.png").write_bytes(b"no image")
+    result = call("draw", data, "-o", tmp_path / "out")
+    assert (result.code, len(result.error_lines)) == (1, 1)
+    assert not (tmp_path / "out").exists()
+    given = ("--skip-broken", "--workers", "2", "--json")
+    result = call("draw", data, "-o", tmp_path / "out", *given)
+    assert json.loads(result.out)["images"] == {"all": 4}
+    (line,) = result.error_lines
+    assert "b.png: cannot be decoded" in line
+    assert line.endswith("(left out)")
