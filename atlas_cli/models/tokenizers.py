@@ -49,10 +49,12 @@ def read_tokenizer(folder: Path, where: str) -> Tokenizer:
             f"{where}: has no {FILE}; make it with transformers: "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         )
-    raw = read_object(folder / FILE)
-    model = _library().from_str
+    raw: Any = read_object(folder / FILE)
+    load = _library().from_str
+    with _of_tokens(folder / FILE):
+        _check_merges(raw.get("model") or {})
     try:
-        vocabulary = model(json.dumps(raw)).get_vocab(with_added_tokens=True)
+        vocabulary = load(json.dumps(raw)).get_vocab(with_added_tokens=True)
     except Exception as problem:  # the library raises Exception itself
         raise CheckpointError(f"{folder / FILE}: is no tokenizer: {problem}") from problem
     listed: Any = raw.get("added_tokens") or []
@@ -62,6 +64,15 @@ def read_tokenizer(folder: Path, where: str) -> Tokenizer:
             vocabulary[content] = token["id"]
         added.setdefault(content, token)
     return Tokenizer(folder, vocabulary, added, raw)
+
+
+def _check_merges(model: Mapping[str, Any]) -> None:
+    """Raise ValueError for merges that the library, which gives up in Rust, would cut in two."""
+    prefix = model.get("continuing_subword_prefix") or ""
+    for rule in (model.get("merges") or []) if prefix else []:
+        second = _sides(rule)[1]
+        if not (prefix.isascii() and second.startswith(prefix)):
+            raise ValueError(f"{second!r} does not begin with {prefix!r}")
 
 
 def _library() -> Any:

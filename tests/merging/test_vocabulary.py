@@ -149,6 +149,12 @@ def test_what_cannot_be_aligned_is_refused(refused, tmp_path: Path):
     settings.write_text('{"added_tokens_decoder": {"4": ["<x>"]}}')
     assert "lists tokens as no tokenizer does" in refused(linear(1, 1, tokenizer_source="union"))
     settings.unlink()
+    path = tmp_path / "m2" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["model"] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    raw["model"]["continuing_subword_prefix"] = "##"  # the library panics
+    path.write_text(json.dumps(raw))
+    assert "lists tokens as no tokenizer does" in refused(linear(1, 1, tokenizer_source="union"))
     (tmp_path / "m1" / "tokenizer.json").unlink()
     assert "./m1: has no tokenizer.json" in refused(linear(1, 1, tokenizer_source="base"))
 
