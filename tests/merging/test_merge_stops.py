@@ -21,7 +21,7 @@ import xxhash
 from merge_runs import digests, linear, llama, write_model, write_recipe
 
 from atlas_cli.errors import AtlasError
-from atlas_cli.io.journal import Written
+from atlas_cli.io.journal import Written, intact, read_pieces
 from atlas_cli.io.staging import StagingFolder, check_space
 from atlas_cli.merging.merge import check_place, check_target
 
@@ -162,11 +162,25 @@ def test_an_interrupt_ends_with_130_and_leaves_what_is_needed_to_go_on(recipe: P
     assert (part / "journal").is_file()
     left = pieces_in(part / "journal")
     assert left >= 1
-    stamp = (part / "model" / "model.safetensors").stat().st_ino
+    weights = part / "model" / "model.safetensors"
+    pieces, _, _ = read_pieces(part / "journal", skipped=1)
+    assert len(pieces) == left
+    assert intact(weights.parent, pieces, [weights.name]) == pieces.keys()
+    with weights.open("r+b") as file:  # a bit changes in one of the pieces that are there
+        file.seek(next(iter(pieces.values())).offset)
+        bits = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([bits ^ 1]))
+    stamp = weights.stat().st_ino
     process = start(recipe)
     process.communicate()
     assert process.returncode == 0
     assert (out / "model.safetensors").stat().st_ino == stamp  # the file that was begun
+    found = digests(out)
+    shutil.rmtree(out)
+    process = start(recipe)
+    process.communicate()
+    assert found == digests(out)
 
 
 # The folder -----------------------------------------------------------------------------------
