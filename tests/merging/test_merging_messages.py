@@ -148,7 +148,9 @@ def test_places_that_cannot_be_written(call, as_ordinary_user, tmp_path: Path):
     }
     check_commands(call, cut, 1)
     finish = {
-        "cut: cannot be written: Is a directory": merging("r", recipe, "-o", "cut", "--finish")
+        "cut: slices are missing or not complete: 1/1; write them with --slice": merging(
+            "r", recipe, "-o", "cut", "--finish"
+        )
     }
     check_commands(call, finish, 1)
 
